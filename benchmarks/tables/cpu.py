@@ -228,7 +228,7 @@ def cpu_bf16(folder: Path) -> str:
 
 def audit_gallery(results: Results) -> str:
     """Every rule and bug: what is wrong, when it was refuted, what it accepts."""
-    what, rows = {bug.key: bug.what for bug in BUGS}, []
+    what, rows = {bug.key: bug.flaw for bug in BUGS}, []
     for row in results.rows:
         seen = f"{row.values.get('draws_to_refute', 0):,}"
         if "draws_to_refute" not in row.values:

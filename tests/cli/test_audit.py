@@ -22,7 +22,7 @@ from foretoken import AsyncEngine
 from foretoken.cli import app
 from foretoken.cli.actions import Actions
 from foretoken.lab.audit import command, server
-from foretoken.lab.audit.evidence import Model
+from foretoken.lab.audit.evidence import Source
 from foretoken.lab.audit.gallery import BUGS, member
 from foretoken.lab.audit.reference import Reference, Text, filtered
 from foretoken.lab.audit.server import Client, ServerAudit
@@ -101,12 +101,12 @@ def test_a_wrong_verifier_exits_with_1_and_json_names_the_bug(documented: Path) 
 
 
 def test_an_interruption_keeps_what_there_is(tmp_path: Path) -> None:
-    def draw(number: int, trials: int, wave: int) -> tuple[Any]:
-        if wave == 2:
+    def draw(number: int, trials: int, batch: int) -> tuple[Any]:
+        if batch == 2:
             raise KeyboardInterrupt
         return (np.arange(trials) % 16,)
 
-    subject = Subject("x", [Model("m", np.full(16, 1 / 16), {})], draw)
+    subject = Subject("x", [Source("m", np.full(16, 1 / 16), {})], draw)
     file = tmp_path / "x.json"
     result = run("--callable", "x:verify", "--output", file, actions=Auditing(subject))
     assert result.exit_code == 130
@@ -142,7 +142,7 @@ def test_a_gallery_is_a_page_and_one_that_is_not_refuted_exits_with_1(tmp_path: 
         (["--alpha", "2"], "`alpha` is 2.0"),
         (["--output", "x.pdf"], "`output` is 'x.pdf': must be a file that ends in .json, .csv"),
         (["--api-key", "x"], "`api_key`"),
-        (["--url", "http://x", "--top-k", "5"], "`top_k` is 5: must be left out: of no use to"),
+        (["--url", "http://x", "--top-k", "5"], "`top_k` is 5: must be left out: the audit"),
         (["--callable", "x:y", "--temperature", "0.2"], "`temperature`"),
         (["--gallery", "--model", "tiny-python"], "`model`"),
         (["--backend", "native", "--speculative-config", "{}"], "`speculative_config`"),
@@ -201,9 +201,9 @@ def audited(url: str, draws: int) -> Any:
     asked = ServerAudit.__new__(ServerAudit)
     asked.client, asked.noise = Client(url, None), 0.03
     null = np.array([0.4995, 0.4995, 0.001])
-    model = Model("prompt 1", null, {}, delta=0.02, closed=True)
+    expected = Source("prompt 1", null, {}, delta=0.02, closed=True)
     params = SamplingParams(max_tokens=4)
-    asked.chosen = [server.ChosenPrompt("p", [1], params, {"a": 0, "b": 1}, model)]
+    asked.chosen = [server.ChosenPrompt("p", [1], params, {"a": 0, "b": 1}, expected)]
     return audit(asked.subject("x")._replace(exact=None), draws)
 
 
@@ -217,7 +217,7 @@ def test_a_server_that_is_right_passes_and_one_that_is_not_is_refuted() -> None:
     assert (found.refuted, found.complete) == (False, True)
     assert found.notes == [
         "Allowed for other arithmetic: logits off by 0.030 (standard deviation), "
-        "which is TV <= 0.0200 per prompt, and 0.1% of texts that cannot be."
+        "which is TV <= 0.0200 per prompt, and 0.1% of impossible texts."
     ]
     with serving(in_turn(choices("aab" * 10))) as url:
         assert audited(url, 3000).refuted
@@ -251,7 +251,7 @@ def test_a_server_that_stops_ends_the_command_with_what_there_is_and_2(tmp_path:
         assert run("--url", url, actions=Auditing(stopping, refuted)).exit_code == 1
     assert result.exit_code == 2
     assert "x: not refuted: no difference in 64 draws" in result.stdout
-    assert "must be a server that answers to the end of the audit." in result.stderr
+    assert "must be a server that answers until the audit ends." in result.stderr
     (row,) = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["rows"]
     assert (row["labels"]["complete"], row["values"]["draws"]) == (False, 64)
 

@@ -36,7 +36,7 @@ from foretoken.lab.laws.chain import (
     random_chain,
 )
 from foretoken.lab.laws.findings import CORRECT_P
-from foretoken.lab.laws.mutants import asking, hide_token, row_before_of_q, shared_stream
+from foretoken.lab.laws.mutants import batch_mutant, hide_token, row_before_of_q, shared_stream
 from foretoken.ops import (
     Backend,
     DraftBlock,
@@ -278,7 +278,7 @@ def test_every_drafter_is_lossless_in_stock_operators(
     check_lossless(chains, name, TORCH, Setting(0.7))
 
 
-@asking
+@batch_mutant
 def one_later(x: VerifyBatch) -> VerifyBatch:
     return x._replace(position_B=x.position_B + 1)
 

@@ -16,7 +16,7 @@ import torch
 from foretoken.errors import RequestError
 from foretoken.lab.audit import gallery
 from foretoken.lab.audit.enumeration import NotEnumerableError, enumerate_runs
-from foretoken.lab.audit.evidence import Evidence, Model, Source
+from foretoken.lab.audit.evidence import Evidence, Source, Tally
 from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
 from foretoken.lab.audit.subjects import (
     TOYS,
@@ -24,11 +24,17 @@ from foretoken.lab.audit.subjects import (
     backend_subject,
     bind,
     callable_subject,
-    models,
+    toy_sources,
 )
-from foretoken.lab.audit.verdict import EXACT, Finding, audit, enumerated
+from foretoken.lab.audit.verdict import ROUNDING, Finding, audit, enumerate_verifier
 from foretoken.lab.laws.acceptance import accepted_moments
-from foretoken.lab.laws.mutants import RESIDUALS, hide_token, replaced, residual, shared_stream
+from foretoken.lab.laws.mutants import (
+    RESIDUALS,
+    hide_token,
+    replaced,
+    residual_mutant,
+    shared_stream,
+)
 from foretoken.ops import Rule, get_backend
 
 CPU = torch.device("cpu")
@@ -67,7 +73,7 @@ def test_random_numbers_of_ones_own_cannot_be_enumerated() -> None:
         lambda p, q, drafts, rng: [*drafts, int(rng.random() < rng.random())],
         lambda p, q, drafts, rng: [*drafts, int(rng.gumbel(size=2).argmax())],
     ):
-        error, _, (line,) = enumerated(bind(verify))
+        error, _, (line,) = enumerate_verifier(bind(verify))
         assert error is None
         assert line.startswith("Not enumerated: it ")
         assert "draw every random number from `rng`" in line
@@ -141,7 +147,7 @@ def test_what_block_keeps_of_a_path_adds_up_to_its_optimum() -> None:
         for drafts in itertools.product(range(toy.vocabulary), repeat=toy.num_drafts):
             given = toy.inputs((), [*drafts])
             chance = np.prod([row[x] for row, x in zip(given.q, drafts, strict=True)])
-            mean += chance * gallery.block_keeps(given.p[:-1], given.q, [*drafts])
+            mean += chance * gallery.mean_accepted_by_block(given.p[:-1], given.q, [*drafts])
         assert mean == pytest.approx(toy.optimum[1], rel=1e-9)
 
 
@@ -165,15 +171,15 @@ def test_every_bug_is_refuted_and_named(bug: gallery.Bug) -> None:
     assert found.refuted
     assert found.bug == bug.key
     assert found.same_as == (None if bug.by_uniforms else bug.key)
-    assert bug.what in found.verdict
-    assert (found.error or 0.0) <= EXACT or not bug.by_uniforms
+    assert bug.flaw in found.verdict
+    assert (found.error or 0.0) <= ROUNDING or not bug.by_uniforms
     if not bug.by_uniforms:
         assert audit(subject._replace(exact=None)).bug == bug.key
 
 
 def test_no_bug_is_another() -> None:
-    for first, second in itertools.combinations(models()[0].bugs, 2):
-        apart = max(np.abs(m.bugs[first] - m.bugs[second]).sum() / 2 for m in models())
+    for first, second in itertools.combinations(toy_sources()[0].bugs, 2):
+        apart = max(np.abs(m.bugs[first] - m.bugs[second]).sum() / 2 for m in toy_sources())
         assert apart > 0.01, (first, second)
 
 
@@ -201,7 +207,7 @@ def test_what_is_right_passes(rule: str) -> None:
     found = audit(callable_subject(rule, bind(member(rule)), seed=3), 3000)
     assert not found.refuted
     assert found.error is not None
-    assert found.error <= EXACT
+    assert found.error <= ROUNDING
     assert "every probability equals p by enumeration of up to 64 tokens; " in found.verdict
     assert "over 16 outcomes of up to 16 tokens" in found.verdict
     slow = rule == "dropped_q"
@@ -214,11 +220,11 @@ def test_a_blind_audit_is_noticed() -> None:
     assert audit(subject, 900).refuted
 
     class Blind(Evidence):
-        def _mixtures(self, source: Source, cells: Any) -> Any:
+        def _mixtures(self, tally: Tally, cells: Any) -> Any:
             return np.zeros((3, len(cells)))
 
-    unnamed = subject._replace(models=[m._replace(bugs={}, rounds=0) for m in subject.models])
-    found = Finding(unnamed, Blind(unnamed.models))
+    unnamed = subject._replace(sources=[m._replace(bugs={}, num_drafts=0) for m in subject.sources])
+    found = Finding(unnamed, Blind(unnamed.sources))
     assert not audit(unnamed, 900, finding=found).refuted
 
 
@@ -236,7 +242,7 @@ def test_an_unknown_bug_is_refuted_without_a_name() -> None:
 def test_accepting_too_much_refutes_by_itself() -> None:
     """Bets on acceptance look at no distribution: here none is wrong."""
     fair = np.full(4, 0.25)
-    evidence, rng = Evidence([Model("m", fair, {}, 1, 0.5)]), np.random.default_rng(0)
+    evidence, rng = Evidence([Source("m", fair, {}, 1, 0.5)]), np.random.default_rng(0)
     evidence.add(0, rng.integers(4, size=4000), rng.random(4000) < 0.5)
     assert evidence.refuted_at is None
     evidence.add(0, rng.integers(4, size=4000), rng.random(4000) < 0.6)
@@ -248,8 +254,8 @@ def test_accepting_too_much_refutes_by_itself() -> None:
     ("returned", "said"),
     [
         ([9], "ids in"),
-        ([], "one token more"),
-        ([0] * 9, "one token more"),
+        ([], "one more token"),
+        ([0] * 9, "one more token"),
         (None, "sequence"),
         ("x", "sequence"),
         ([0.5], "sequence"),
@@ -379,7 +385,8 @@ def test_a_verifier_that_raises_is_an_error_that_says_so() -> None:
 def false_alarms(runs: int, draws: int, alpha: float, delta: float = 0.0) -> int:
     """How many of `runs` null runs are refuted, with a look after every draw."""
     rng, alarms = np.random.default_rng(1), 0
-    known = [model._replace(rounds=1, most_accepted=0.5, delta=delta) for model in models()]
+    given = {"num_drafts": 1, "most_accepted": 0.5, "delta": delta}
+    known = [source._replace(**given) for source in toy_sources()]
     for _ in range(runs):
         evidence = Evidence(known, alpha)
         for number, model in enumerate(known):
@@ -404,10 +411,10 @@ def test_the_bound_on_total_variation_holds() -> None:
     null = np.full(16, 1 / 16)
     true = null * (1 + 0.08 * (-1.0) ** np.arange(16))  # TV 0.04
     for _ in range(300):
-        source = Source(Model("m", null, {}), rng.multinomial(2000, true).astype(float), 2000)
-        missed += source.distance_bound(1) < 0.04
+        tally = Tally(Source("m", null, {}), rng.multinomial(2000, true).astype(float), 2000)
+        missed += tally.distance_bound(1) < 0.04
     assert missed <= 8  # of 3 on average
-    large = Source(Model("m", null, {}), np.full(16, 75_000.0), 1_200_000)
+    large = Tally(Source("m", null, {}), np.full(16, 75_000.0), 1_200_000)
     assert large.distance_bound(1) < 0.003
 
 
@@ -417,7 +424,7 @@ def test_a_distance_that_is_allowed_for_refutes_nothing_but_more_does() -> None:
     drawn = rng.choice(16, p=tilted, size=(20, 2000))
 
     def refuted(delta: float) -> bool:
-        evidence = Evidence([Model("m", fair, {}, delta=delta)])
+        evidence = Evidence([Source("m", fair, {}, delta=delta)])
         for cells in drawn:
             evidence.add(0, cells)
         return evidence.refuted_at is not None
@@ -430,7 +437,7 @@ def test_a_distance_that_is_allowed_for_refutes_nothing_but_more_does() -> None:
 def test_what_cannot_be_is_not_allowed_for() -> None:
     """A twentieth of all is where one in a thousand may be; the distance would allow it."""
     null, rng = np.append(np.full(4, 0.24975), 0.001), np.random.default_rng(0)
-    known = Model("m", null, {}, delta=0.06, closed=True)
+    known = Source("m", null, {}, delta=0.06, closed=True)
     for share, refuted in ((0.001, False), (0.05, True)):
         for model, alarms in ((known, refuted), (known._replace(closed=False), False)):
             evidence = Evidence([model])
@@ -439,7 +446,7 @@ def test_what_cannot_be_is_not_allowed_for() -> None:
 
 
 def given_groups(dependence: float, runs: int, draws: int) -> tuple[int, float]:
-    model, rng = Model("m", np.full(16, 0.25), {}, groups=4), np.random.default_rng(3)
+    model, rng = Source("m", np.full(16, 0.25), {}, groups=4), np.random.default_rng(3)
     alarms, total = 0, 0.0
     for _ in range(runs):
         group = rng.choice(4, p=[0.7, 0.2, 0.07, 0.03], size=draws)
@@ -453,14 +460,14 @@ def given_groups(dependence: float, runs: int, draws: int) -> tuple[int, float]:
 
 def test_shares_that_are_right_are_within_the_reach_that_a_plot_shows() -> None:
     rng, null = np.random.default_rng(3), np.array([0.5, 0.3, 0.2, 0.1, 0.4, 0.5])
-    model, within = Model("m", null, {}, groups=2), []
+    model, within = Source("m", null, {}, groups=2), []
     for _ in range(2000):
         first, second = rng.multinomial(3000, null[:3]), rng.multinomial(1000, null[3:])
-        source = Source(model, np.array([*first, *second], dtype=float), 4000)
-        within.append(np.abs(source.counts - source.expected) / 4000 <= source.half_widths)
+        tally = Tally(model, np.array([*first, *second], dtype=float), 4000)
+        within.append(np.abs(tally.counts - tally.expected) / 4000 <= tally.half_widths)
     assert np.mean(within, axis=0) == pytest.approx(np.full(6, 0.99), abs=0.008)
-    moved = Source(model._replace(delta=0.02), source.counts, 4000)
-    assert moved.half_widths == pytest.approx(source.half_widths + 0.02)
+    moved = Tally(model._replace(delta=0.02), tally.counts, 4000)
+    assert moved.half_widths == pytest.approx(tally.half_widths + 0.02)
 
 
 def test_outcomes_given_their_group() -> None:
@@ -468,8 +475,8 @@ def test_outcomes_given_their_group() -> None:
     assert alarms <= 25
     assert mean < 1.3  # of 1 at most, in expectation
     assert given_groups(0.2, runs=20, draws=1500)[0] == 20
-    source = Source(Model("m", np.full(4, 0.5), {}, groups=2), np.array([450.0, 450, 50, 50]), 1000)
-    assert (source.distance, source.p_value) == (0.0, 1.0)
+    tally = Tally(Source("m", np.full(4, 0.5), {}, groups=2), np.array([450.0, 450, 50, 50]), 1000)
+    assert (tally.distance, tally.p_value) == (0.0, 1.0)
 
 
 def test_a_subject_that_draws_nothing_has_a_verdict() -> None:
@@ -482,7 +489,7 @@ def test_a_subject_that_draws_nothing_has_a_verdict() -> None:
 
 def test_tokens_of_a_text_are_read_together() -> None:
     """Of two sources with the same texts, the first refutes nothing before the second has come."""
-    fair, drawn = Model("m", np.full(2, 0.5), {}, together=2), np.zeros(100, dtype=int)
+    fair, drawn = Source("m", np.full(2, 0.5), {}, cluster=2), np.zeros(100, dtype=int)
     evidence = Evidence([fair, fair])
     evidence.add(0, drawn)
     assert (evidence.refuted_at, evidence.path) == (None, [])
@@ -514,8 +521,8 @@ def test_a_tail_that_never_comes_is_refuted() -> None:
     ("bug", "breaks"),
     [
         ("shared_noise", {"backend": shared_stream}),
-        ("residual_is_p", {"backend": residual(RESIDUALS["no_subtraction"])}),
-        ("unknown", {"backend": residual(RESIDUALS["other_way_round"])}),
+        ("residual_is_p", {"backend": residual_mutant(RESIDUALS["no_subtraction"])}),
+        ("unknown", {"backend": residual_mutant(RESIDUALS["other_way_round"])}),
         ("unknown", {"mutate": hide_token}),  # another token than the gallery's placeholders
     ],
 )

@@ -32,7 +32,7 @@ from foretoken.lab.audit.reference import Reference, Text, filtered, ranks
 from foretoken.lab.audit.subjects import Checks
 from foretoken.lab.audit.verdict import Finding, audit
 from foretoken.lab.laws import mutants
-from foretoken.lab.laws.mutants import RESIDUALS, asking, residual, shared_stream
+from foretoken.lab.laws.mutants import RESIDUALS, batch_mutant, residual_mutant, shared_stream
 from foretoken.ops import Backend, Rule, VerifyBatch, get_backend, rules
 from tests.models import families
 from tests.models.heads import head_of
@@ -102,7 +102,7 @@ def test_an_engine_passes(asked: EngineAudit) -> None:
     assert "Temperature 0: 256 of 256 tokens are the target's likeliest, 0 numeric ties" in greedy
     assert "16 of 16 texts are equal" in coupled
     assert parameters == "Sampling parameters: top_p, logit_bias act."
-    tokens = found.evidence.sources[0]
+    tokens = found.evidence.tallies[0]
     assert 0.3 < tokens.acceptance[0] < 0.8
     assert tokens.acceptance[0] == pytest.approx(tokens.acceptance[2], abs=0.1)
 
@@ -121,7 +121,7 @@ def test_a_broken_rule_is_refuted(asked: EngineAudit) -> None:
 def test_block_accepts_what_is_expected_of_its_paths(asked: EngineAudit) -> None:
     found = tokens_alone(asked, 1024)
     assert not found.refuted, found.verdict
-    (tokens,) = found.evidence.sources
+    (tokens,) = found.evidence.tallies
     accepted, _, expected = tokens.acceptance
     assert accepted == pytest.approx(expected, rel=0.1)  # of some 300 rounds
     assert 0.3 < accepted < 0.8
@@ -136,10 +136,10 @@ def test_more_accepted_than_block_could_is_refuted(asked: EngineAudit) -> None:
 
 def tokens_alone(asked: EngineAudit, draws: int) -> Finding:
     subject = asked.subject("x")
-    return audit(subject._replace(exact=None, models=subject.models[:1]), draws)
+    return audit(subject._replace(exact=None, sources=subject.sources[:1]), draws)
 
 
-@asking
+@batch_mutant
 def dropped_q(x: VerifyBatch) -> VerifyBatch:
     """Lossless, but slow: sampled drafts are verified as one-hot."""
     drafts = replace(x.drafts, real_q_B=torch.zeros_like(x.drafts.real_q_B))
@@ -173,7 +173,7 @@ def test_a_wrong_residual_is_named(
         return torch.ones(len(x.slot_B), x.drafts.token_BK.shape[1] + 1)
 
     monkeypatch.setattr(mutants, "_block_weights", ones)  # of rounds that are equally long
-    with verified_by(pair, residual(RESIDUALS["no_subtraction"])):
+    with verified_by(pair, residual_mutant(RESIDUALS["no_subtraction"])):
         found = tokens_alone(asked, 3000)
     assert found.bug == "residual_is_p", found.verdict
 
@@ -188,9 +188,9 @@ def test_requests_that_share_their_noise_are_refuted(audit_of: AuditOf) -> None:
     asked = audit_of(Twins)
     asked.prompts = asked.prompts[:1]
     found = audit(asked.subject("x")._replace(exact=None), 6000)
-    worst = min(found.evidence.sources, key=lambda source: source.p_value)
+    worst = min(found.evidence.tallies, key=lambda tally: tally.p_value)
     assert found.refuted
-    assert worst.model.name == "requests"
+    assert worst.source.name == "requests"
 
 
 # What is right ------------------------------------------------------------------------------------
@@ -252,11 +252,11 @@ def null(target: Path, draft: Path) -> Callable[..., Finding]:
 def check_right(found: Finding) -> None:
     """No p-value of a source that is valid falls below 1e-5 by chance, nor is more accepted."""
     assert not found.refuted, (found.verdict, found.exact)
-    for source in found.evidence.sources:
-        assert source.p_value > 1e-5, (source.model.name, source.counts)
-    tokens = found.evidence.sources[0]
-    mean, reach, most = tokens.acceptance
-    assert abs(mean - most) <= reach
+    for tally in found.evidence.tallies:
+        assert tally.p_value > 1e-5, (tally.source.name, tally.counts)
+    tokens = found.evidence.tallies[0]
+    mean, half_width, best = tokens.acceptance
+    assert abs(mean - best) <= half_width
 
 
 @pytest.mark.parametrize(("drafter", "rule", "temperature"), FEW_NULLS)
@@ -298,14 +298,14 @@ def test_a_uniform_that_is_used_again_in_the_next_round_is_refuted(audit_of: Aud
 
     found = audit(audit_of(Reused).subject("x")._replace(exact=None), 6000)
     assert found.refuted
-    worst = min(found.evidence.sources, key=lambda source: source.p_value)
-    assert worst.model.name == "uniforms in turn"
+    worst = min(found.evidence.tallies, key=lambda tally: tally.p_value)
+    assert worst.source.name == "uniforms in turn"
 
 
 class Outside(EngineAudit):
     """Texts of some token outside of the top 2, the others inside."""
 
-    outside, waves = 0, 1
+    outside, max_batches = 0, 1
     parameters = {"top_k": {"top_k": 2}, **{str(i): {} for i in range(8)}}
 
     def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
@@ -376,7 +376,7 @@ def test_a_reference_is_what_an_engine_could_run(tmp_path: Path, family: str) ->
 
 def test_a_parameter_that_is_ignored_is_named(audit_of: AuditOf) -> None:
     class Ignoring(Small):
-        waves = 1
+        max_batches = 1
 
         def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
             return super().texts(replace(params, top_p=1.0), count)

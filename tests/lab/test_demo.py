@@ -80,7 +80,9 @@ def test_a_model_of_chats_answers_questions() -> None:
     result = CliRunner().invoke(app.app, [*args, "--samples", "32"], obj=Quick())
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
-    assert "Foretoken answers questions by smollm2-135m. A head on its hidden states" in said
+    assert (
+        "Foretoken answers questions by smollm2-135m. A head on the model's hidden states" in said
+    )
     assert re.findall(r"(\d) of 2: (\w+)-\d+, temperature", said) == [("1", "chat"), ("2", "code")]
     for kinds in re.findall(r"16 tokens in \d+ passes of the target: (.*)", result.output):
         assert sum(int(n) for n in re.findall(r"\d+", kinds)) == 16

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from foretoken.errors import NonFiniteLogitsError
-from foretoken.lab.laws.chain import CPU, waves
+from foretoken.lab.laws.chain import CPU, batches
 from foretoken.lab.laws.findings import (
     MUTANT_P,
     ChiSquare,
@@ -56,8 +56,8 @@ def test_a_finding_says_what_it_was() -> None:
 
 
 def test_waves_share_the_trials_out() -> None:
-    assert list(waves(60_000, CPU)) == [(0, 25_000), (1, 25_000), (2, 10_000)]
-    assert list(waves(3, CPU, row_bytes=2**28)) == [(0, 1), (1, 1), (2, 1)]
+    assert list(batches(60_000, CPU)) == [(0, 25_000), (1, 25_000), (2, 10_000)]
+    assert list(batches(3, CPU, row_bytes=2**28)) == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_rows_that_a_backend_wrongly_calls_broken_are_an_error() -> None:

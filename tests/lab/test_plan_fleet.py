@@ -120,8 +120,8 @@ def test_the_command_says_whether_the_replicas_of_a_file_are_enough(tmp_path: Pa
         (["--cores", "2"], "given with `fleet`"),
         (["--fleet-model", "a"], "given with `fleet`"),
         (["--fleet", "f.yaml", "--rate", "1", "--stream-ms", "1"], "given with `cores`"),
-        (["--fleet", "f.yaml", "--rate", "1", "--max-num-seqs", "4"], "its file says it"),
-        (["tiny-python", "--fleet", "f.yaml", "--rate", "1"], "its file says it"),
+        (["--fleet", "f.yaml", "--rate", "1", "--max-num-seqs", "4"], "the file has it"),
+        (["tiny-python", "--fleet", "f.yaml", "--rate", "1"], "the file has it"),
         (["--fleet", "f.yaml", "--rate", "1"], "a YAML file"),
     ],
 )

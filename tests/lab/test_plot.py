@@ -68,7 +68,7 @@ def test_marks_of_a_doubling_axis_are_the_points() -> None:
 def test_bars_are_stacked_from_the_axis() -> None:
     bars = [
         Bar("plain", "batch 1", {"target": 3.0, "host": 1.0}, mark=2.0),
-        Bar("K=4", "batch 1", {"target": 5.0, "host": 0.0}, reach=(4.0, 6.0)),
+        Bar("K=4", "batch 1", {"target": 5.0, "host": 0.0}, limits=(4.0, 6.0)),
     ]
     tree = ElementTree.fromstring(bar_chart("A < B", "ms", bars, mark="floor"))
     shown = [r for r in tree.findall(f"{SVG}rect") if r.get("width") != "12"]  # not the legend's

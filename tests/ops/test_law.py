@@ -160,6 +160,6 @@ def test_coupled_text_is_the_same_with_any_drafts(on: On) -> None:
         case = Case(Rule.COUPLED, num_drafts, q, "top_p", False, rounds=None)
         make, target = case.make_propose(on.backend, on.device), case.chains()[0].to(on.device)
         emission = emit(on.backend, target, make, case.setting, length=6, trials=5000)
-        assert emission.acceptance > 0.01
+        assert sum(emission.accepted) > 0.01 * sum(emission.offered)
         texts.append(emission.token_SL)
     assert all(bool((text == texts[0]).all()) for text in texts)

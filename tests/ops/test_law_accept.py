@@ -27,7 +27,7 @@ from foretoken.lab.laws.acceptance import (
 )
 from foretoken.lab.laws.chain import TRIALS
 from foretoken.lab.laws.findings import z_finding
-from foretoken.lab.laws.mutants import asking, unfiltered
+from foretoken.lab.laws.mutants import batch_mutant, unfiltered
 from foretoken.ops import Rule, SlotParams, VerifyBatch
 from foretoken.ops.backends.reference import noise
 from foretoken.ops.types import Stream
@@ -59,18 +59,18 @@ def under(rule: Rule, params: SlotParams) -> SlotParams:
     return replace(params, rule_S=torch.full_like(params.rule_S, rule))
 
 
-@asking
+@batch_mutant
 def by_blocks(x: VerifyBatch) -> VerifyBatch:
     return x._replace(params=under(Rule.BLOCK, x.params))
 
 
-@asking
+@batch_mutant
 def always(x: VerifyBatch) -> VerifyBatch:
     rate_K = torch.ones(1, dtype=torch.float64, device=x.slot_B.device)
     return x._replace(params=under(Rule.SYNTHETIC, x.params), synthetic_rate_K=rate_K)
 
 
-@asking
+@batch_mutant
 def without_q(x: VerifyBatch) -> VerifyBatch:
     """Drafts are verified as one-hot although they have a q."""
     one_hot_B = torch.zeros_like(x.drafts.real_q_B)

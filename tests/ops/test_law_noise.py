@@ -16,13 +16,13 @@ from foretoken.lab.laws.drawing import (
     near_uniform,
     sampler,
     tail,
-    tied,
+    tied_chains,
     ties,
     vocabulary_law,
 )
 from foretoken.lab.laws.findings import MUTANT_P, fit
 from foretoken.lab.laws.joint import RULES
-from foretoken.lab.laws.mutants import asking, replaced
+from foretoken.lab.laws.mutants import batch_mutant, replaced
 from foretoken.ops import TARGET, Backend, Noise, Rows, Rule, Stream
 from tests.support.laws import QUICK_NUCLEUS, On, each_backend, fastest, require
 
@@ -57,7 +57,7 @@ def drawing_from(backend: Backend, change: Callable[[torch.Tensor], torch.Tensor
     def sample(rows: Rows, noise: Noise) -> torch.Tensor:
         return backend.sample(rows._replace(logits_NV=change(rows.logits_NV)), noise)
 
-    mutant = asking(lambda x: x._replace(logits_NV=change(x.logits_NV)))
+    mutant = batch_mutant(lambda x: x._replace(logits_NV=change(x.logits_NV)))
     return replaced(mutant(backend), sample=sample)
 
 
@@ -113,7 +113,7 @@ def test_ties_at_the_edge_of_a_filter_are_kept(on: On) -> None:
 
 def test_broken_ties_have_another_distribution() -> None:
     """Keeping exactly k tokens, the lowest ids of those that tie, is noticed at 50 000 draws."""
-    target, _, setting = tied(top_k=5)
+    target, _, setting = tied_chains(top_k=5)
     logits_CV = target.logits_CV.float()
     order_CV = torch.sort(logits_CV, dim=1, descending=True, stable=True).indices
     kept_CV = torch.zeros_like(logits_CV).scatter_(1, order_CV[:, :5], 1.0)

@@ -1,12 +1,12 @@
 """What the commands do once their options are read: one method each, which loads what it needs.
 
-Charter: no options, no output. A program around the commands may do something else at these
-points: it calls `app` with a subclass of `Actions` as `obj`, the object of Click's context.
+A program around the commands may do something else: it calls `app` with a subclass of `Actions` as
+`obj`, the object of Click's context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.terminal import Note, console
@@ -24,32 +24,26 @@ if TYPE_CHECKING:
     from foretoken.serve.options import ServeOptions
 
 Say = Callable[[str], None]
+Options = dict[str, Any]  # of an engine
 
 
 class Actions:
-    """The defaults."""
+    """The default actions of the commands."""
 
     def load(self, model: str, speculative_config: Any, **options: Any) -> LLM:
-        """Import the engine and load the models, with a status line on a terminal."""
         with console(stderr=True).status(f"Loading {model}"):
             from foretoken.llm import LLM
 
             return LLM(model, speculative_config, **options)
 
     def demo(self, llm: LLM, note: Note) -> Demo:
-        """The demo of a model, which is still to be run."""
         from foretoken.lab.demo import Demo
 
         return Demo(llm, console(highlight=False), note)
 
     def bench(
-        self,
-        reporter: Reporter,
-        options: BenchOptions,
-        params: SamplingParams,
-        engine: dict[str, Any],
+        self, reporter: Reporter, options: BenchOptions, params: SamplingParams, engine: Options
     ) -> None:
-        """Measure an engine, or a server."""
         with reporter.status("Starting"):
             import asyncio
 
@@ -61,47 +55,39 @@ class Actions:
         reporter: Reporter,
         parts: tuple[str, ...],
         options: AuditOptions,
-        engine: Mapping[str, Any],
+        engine: Options,
         params: SamplingParams,
     ) -> int:
-        """Audit these parts; returns the exit code."""
+        """Audit these parts, see `AuditOptions.parts`; returns the exit code."""
         with reporter.status("Starting"):
             from foretoken.lab.audit.command import AuditScope, Command
         return Command(reporter).run(AuditScope(parts, options, engine, params))
 
     def plan(
-        self,
-        reporter: Reporter,
-        engine: dict[str, Any],
-        options: PlanOptions,
-        params: SamplingParams,
+        self, reporter: Reporter, engine: Options, options: PlanOptions, params: SamplingParams
     ) -> None:
-        """Predict what drafts would buy."""
         with reporter.status("Starting"):
             from foretoken.lab.plan.command import Command
         Command(reporter).run(engine, options, params)
 
-    def serve(self, engine: Mapping[str, Any], options: ServeOptions, say: Say) -> None:
-        """Serve one engine in this process."""
+    def serve(self, engine: Options, options: ServeOptions, say: Say) -> None:
         from foretoken.serve.command import start
 
         start(engine, options, say)
 
     def serve_replicas(
         self,
-        engine: Mapping[str, Any],
+        engine: Options,
         scale: ReplicaOptions,
         options: ServeOptions,
         ray_address: str | None,
         say: Say,
     ) -> None:
-        """Serve replicas on a Ray cluster."""
         from foretoken.serve.command import start_replicas
 
         start_replicas(engine, scale, options, ray_address, say)
 
     def train(self, options: TrainOptions, say: Say, note: Note) -> None:
-        """Train an EAGLE-3 head."""
         from foretoken.lab.train_eagle3.command import Training
 
         Training(options, say, note).run()

@@ -1,8 +1,4 @@
-"""The commands. Heavy libraries load inside them, so that help is instant.
-
-Charter: options only. The commands' work is in `llm.py`, `serve/` and `lab/`, their output in
-`output.py`, their error messages in `terminal.py`.
-"""
+"""The commands and their options. Heavy libraries load inside the commands: help is instant."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from foretoken.cli.actions import Actions
 from foretoken.cli.chat import Conversation, find_template, read_messages, read_template
 from foretoken.cli.foreign import ServeCommand, foreign_options
 from foretoken.cli.options import SPECULATION, fields_given, with_fields
-from foretoken.cli.output import check_shown, complete, exit_code
+from foretoken.cli.output import complete, exit_code, refuse_hidden_logprobs
 from foretoken.cli.terminal import (
     Note,
     as_typed,
@@ -43,30 +39,30 @@ if TYPE_CHECKING:
     from foretoken.lab.reporter import Reporter
 
 _EMBEDDED = "tiny-python"
-_OWN_DRAFTS: dict[str, dict[str, Any]] = {
+# Models with a drafter of their own: the default of `speculative_config`.
+_OWN_DRAFTERS: dict[str, dict[str, Any]] = {
     _EMBEDDED: {"method": "draft_model"},
     "smollm2-135m": {"method": "eagle3", "num_speculative_tokens": "auto"},
 }
-_ANY_DRAFT = {"method": "ngram", "num_speculative_tokens": 4}
-# Options of the engine that only a server has.
-OF_SERVERS = {"seed", "max_num_waiting", "generation_config"}
+_DRAFTER_OF_ANY_MODEL = {"method": "ngram", "num_speculative_tokens": 4}
+SERVER_OPTIONS = {"seed", "max_num_waiting", "generation_config"}  # fields of `EngineConfig`
 # `bench` has its own prompts and seed, and only the length ends its outputs.
 SET_BY_BENCH = {
     *("seed", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "prediction", "trace"),
 }
-# None: the sizes are chosen to fit the load. A cache of prefixes would spoil a comparison.
+# None: sizes that fit the load. With cached prefixes, repeated runs would not be comparable.
 BENCH_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")),
     "enable_prefix_caching": False,
 }
-# Audits that load no engine, by their parts: which options of `EngineConfig` and `SamplingParams`
-# they read. Any other one is refused.
-TAKEN_BY_AUDIT: dict[tuple[str, ...], Set[str]] = {
+# By the parts of an audit without an engine: the options of engines and requests that it reads.
+READ_BY_AUDIT: dict[tuple[str, ...], Set[str]] = {
     **dict.fromkeys([("callable",), ("gallery",)], frozenset[str]()),
     ("operators",): {"backend", "device"},
     ("server",): {"model", "revision", "local_files_only", "temperature"},
 }
+SET_BY_PLAN = SET_BY_BENCH | {"enable_prefix_caching"}
 SET_BY_AUDIT = SET_BY_BENCH | {"logprobs", "prompt_logprobs", "structured_outputs", "bad_words"}
 
 app = typer.Typer(
@@ -89,15 +85,14 @@ def _print_version(is_given: bool) -> None:
         raise typer.Exit
 
 
+Version = Annotated[
+    bool,
+    typer.Option("--version", is_eager=True, callback=_print_version, help="Print it and exit."),
+]
+
+
 @app.callback()
-def root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=_print_version, help="Print it and exit."
-        ),
-    ] = False,
-) -> None:
+def root(version: Version = False) -> None:
     """Exactly lossless speculative decoding for language models."""
 
 
@@ -113,7 +108,7 @@ def generate(
     """Complete PROMPT and stream the text to the terminal."""
     with reporting(debug) as note:
         params = SamplingParams(**fields_given(SamplingParams, options))
-        check_shown(params, as_json)
+        refuse_hidden_logprobs(params, as_json)
         text = read_input("prompt") if prompt == "-" else as_utf8("prompt", prompt)
         llm = ctx.ensure_object(Actions).load(**_engine_options(options))
         raise SystemExit(exit_code(complete(llm, text, params, as_json, note)))
@@ -152,7 +147,7 @@ def chat(
     """
     with reporting(debug) as note:
         params = SamplingParams(**fields_given(SamplingParams, options))
-        check_shown(params, as_json)
+        refuse_hidden_logprobs(params, as_json)
         messages = read_messages(message, system)
         template_source = read_template(chat_template)
         conversation = Conversation(messages, params, as_json) if message is None else None
@@ -190,8 +185,8 @@ def demo(
         for name, value in (("prompts", prompts), ("max-tokens", max_tokens), ("samples", samples)):
             check_int(name, value, 1)
         actions = ctx.ensure_object(Actions)
-        drafter = speculative_config or _OWN_DRAFTS.get(model, _ANY_DRAFT)
-        # Timed prompts are repeated, and each run must compute its prompt again.
+        drafter = speculative_config or _OWN_DRAFTERS.get(model, _DRAFTER_OF_ANY_MODEL)
+        # Timed prompts are repeated, and each run must compute the prompt again.
         llm = actions.load(model, drafter, enable_prefix_caching=False)
         with exit_on_sigterm():
             actions.demo(llm, note).run(prompts, max_tokens, samples)
@@ -213,7 +208,7 @@ def bench(ctx: typer.Context, debug: Debug = False, **options: Any) -> None:
             engine = bench_options.sized(engine)
         else:
             defaults = {f.name: f.default for f in fields(EngineConfig)} | BENCH_DEFAULTS
-            defaults |= {"model": _EMBEDDED, "speculative_config": _OWN_DRAFTS[_EMBEDDED]}
+            defaults |= {"model": _EMBEDDED, "speculative_config": _OWN_DRAFTERS[_EMBEDDED]}
             for name, value in engine.items():
                 if value != defaults[name]:
                     raise ConfigError(name, value, "left out with --url: the server has its own")
@@ -237,9 +232,9 @@ def audit(
         audit_options = AuditOptions(**fields_given(AuditOptions, options))
         params = SamplingParams(**fields_given(SamplingParams, options))
         parts = audit_options.parts(options["model"], options["backend"])
-        # `seed` is a field of `AuditOptions`, although `SamplingParams` has one of this name, too.
-        used = TAKEN_BY_AUDIT.get(parts, options.keys()) | {"seed"}
-        _refuse_unused(options, used, f"left out: of no use to {parts[0]}")
+        # `--seed` fills the field of `AuditOptions`, not the field of `SamplingParams`.
+        used = READ_BY_AUDIT.get(parts, options.keys()) | {"seed"}
+        _refuse_unused(options, used, f"left out: the audit of the {parts[0]} does not use it")
         given_options = {name: value for name, value in options.items() if value is not None}
         engine = _engine_options({"model": _EMBEDDED, **given_options})
         note("nothing was audited.")
@@ -249,13 +244,7 @@ def audit(
 
 
 @app.command()
-@with_fields(
-    PlanOptions,
-    without={*SET_BY_BENCH, "enable_prefix_caching"},
-    model=None,
-    temperature=0.0,
-    max_num_seqs=None,
-)
+@with_fields(PlanOptions, without=SET_BY_PLAN, model=None, temperature=0.0, max_num_seqs=None)
 def plan(
     ctx: typer.Context,
     model_name: Model = None,
@@ -271,24 +260,24 @@ def plan(
     with reporting(debug) as note:
         plan_options = PlanOptions(**fields_given(PlanOptions, options))
         if plan_options.fleet is not None:
-            given_options = options | {"model": _one_model(model_name, options["model"], False)}
+            given_options = options | {"model": _model_of(model_name, options["model"], False)}
             used = {f.name for f in fields(SamplingParams)}
-            _refuse_unused(given_options, used, "left out with --fleet: its file says it")
-        options["model"] = _one_model(model_name, options["model"], plan_options.stored is None)
+            _refuse_unused(given_options, used, "left out with --fleet: the file has it")
+        options["model"] = _model_of(model_name, options["model"], plan_options.stored is None)
         params = SamplingParams(**fields_given(SamplingParams, options))
         engine = fields_given(EngineConfig, options)
         if plan_options.fleet is None and plan_options.stored is None:
             engine = _engine_options(options)
         elif plan_options.fleet is None:
-            speculation = filter(None, map(options.get, SPECULATION))
-            engine["speculative_config"] = next(speculation, None)
+            given_speculation = filter(None, map(options.get, SPECULATION))
+            engine["speculative_config"] = next(given_speculation, None)
         note("nothing was predicted.")
         with _reporter(note, as_json) as reporter:
             ctx.ensure_object(Actions).plan(reporter, engine, plan_options, params)
 
 
 @app.command(cls=ServeCommand)
-@with_fields(ServeOptions, ReplicaOptions, sampling=False, also=OF_SERVERS, model=None)
+@with_fields(ServeOptions, ReplicaOptions, sampling=False, also=SERVER_OPTIONS, model=None)
 def serve(
     ctx: typer.Context,
     model_name: Model = None,
@@ -305,21 +294,21 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's API (see docs/server.md). Without MODEL: tiny-python."""
     with reporting(debug) as note:
-        vllm_options, inert = foreign_options(ctx)
+        vllm_options, without_effect = foreign_options(ctx)
         if not options["api_key"]:
             key = from_environment("FORETOKEN_API_KEY")
             options["api_key"] = None if key is None else [key]
         server_options = ServeOptions(**fields_given(ServeOptions, options))
-        options["model"] = _one_model(model_name, options["model"])
-        engine = _engine_options(options, OF_SERVERS) | vllm_options
+        options["model"] = _model_of(model_name, options["model"])
+        engine = _engine_options(options, SERVER_OPTIONS) | vllm_options
         template = read_template(server_options.chat_template)
         server_options = replace(server_options, chat_template=template)
         scale = ReplicaOptions(**fields_given(ReplicaOptions, options))
         if scale.replicas is None and ray_address is not None:
             raise ConfigError("ray_address", ray_address, "given with `replicas`")
         note("nothing was served.")
-        if inert:
-            say(f"Without effect here: {', '.join(inert)}.")
+        if without_effect:
+            say(f"Without effect here: {', '.join(without_effect)}.")
         actions = ctx.ensure_object(Actions)
         if scale.replicas is None:
             actions.serve(engine, server_options, say)
@@ -344,12 +333,9 @@ def train_eagle3(ctx: typer.Context, debug: Debug = False, **options: Any) -> No
 
 @contextmanager
 def _reporter(note: Note, as_json: bool = False, secret: str | None = None) -> Iterator[Reporter]:
-    """The `Reporter` through which a command of the lab reports its results.
+    """The output of a lab command; after SIGTERM, which raises `SystemExit`, it still works.
 
-    SIGTERM raises `SystemExit`, so that the command can still report what it has measured.
-
-    Args:
-        secret: a key to replace by `KEY` in the command line that the report quotes.
+    secret: an API key, which the quoted command line shows as `KEY`
     """
     from foretoken.lab.reporter import Reporter
 
@@ -360,12 +346,7 @@ def _reporter(note: Note, as_json: bool = False, secret: str | None = None) -> I
 
 
 def _refuse_unused(options: dict[str, Any], used: Set[str], bound: str) -> None:
-    """Raise `ConfigError` for an option of an engine or its requests that would be ignored.
-
-    Args:
-        used: the options that the command reads.
-        bound: what the error says of the option.
-    """
+    """Raise `ConfigError` with this bound for an option of engine or request outside of `used`."""
     defaults = {f.name: f.default for cls in (EngineConfig, SamplingParams) for f in fields(cls)}
     for name, default_value in (defaults | {"suffix_corpus": None}).items():
         value = options.get(name)
@@ -373,35 +354,28 @@ def _refuse_unused(options: dict[str, Any], used: Set[str], bound: str) -> None:
             raise ConfigError(name, value, bound)
 
 
-def _one_model(argument: str | None, option: str | None, embedded: bool = True) -> str | None:
-    """The model given as the argument MODEL or the option --model.
-
-    If neither is given, it is the embedded model, or None if `embedded` is False.
-    """
+def _model_of(argument: str | None, option: str | None, embedded: bool = True) -> str | None:
+    """The model from MODEL or --model; by default the embedded model, or None."""
     if argument is not None and option is not None:
         raise ConfigError("model", option, "left out beside MODEL", "Give one of the two.")
     return argument or option or (_EMBEDDED if embedded else None)
 
 
 def _engine_options(options: dict[str, Any], also: Set[str] = frozenset()) -> dict[str, Any]:
-    """The engine's options of a command line, with those of `SPECULATION` as `speculative_config`.
+    """The engine's options, with the one option of `SPECULATION` as `speculative_config`.
 
-    Args:
-        also: fields of `NOT_OPTIONS` that this command has as options.
-
-    Raises:
-        ConfigError: two options of `SPECULATION` are given.
+    also: fields of `NOT_OPTIONS` that this command has as options
     """
     engine = fields_given(EngineConfig, options, also)
     config, corpus = options.get("speculative_config"), options.get("suffix_corpus")
     is_off = options.get("no_speculation") or None
     values = {"no-speculation": is_off, "suffix-corpus": corpus, "speculative-config": config}
-    first, *others = [name for name, value in values.items() if value is not None] or [""]
-    if others:
-        last, bound = others[-1], f"left out with --{first}"
-        raise ConfigError(last, values[last], bound, "Give one of the two.")
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) > 1:
+        bound = f"left out with --{given[0]}"
+        raise ConfigError(given[-1], values[given[-1]], bound, "Give one of the two.")
     if corpus is not None:
         config = {"method": "suffix", "suffix_corpus": corpus}
     elif config is None and not is_off:
-        config = _OWN_DRAFTS.get(engine["model"])
+        config = _OWN_DRAFTERS.get(engine["model"])
     return {**engine, "speculative_config": config}

@@ -1,4 +1,4 @@
-"""`foretoken chat`: one conversation, given at once or typed message by message."""
+"""`foretoken chat`: an answer to given messages, or a conversation message by message."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends a
 
 
 def read_messages(message: str | None, system: str | None) -> list[Any]:
-    """The messages with which a conversation begins.
+    """The messages with which a conversation begins: an optional system message, then `message`.
 
     Args:
-        message: the user's message; `-`: standard input has one, or a JSON list of messages; None:
-            the user will type messages later.
-        system: text of a system message to begin with.
+        message: a text; `-`: standard input has a text or a JSON list of messages; None: the user
+            will type messages later.
 
     Raises:
         RequestError: a text is not UTF-8, or a list of messages is not JSON.
@@ -51,7 +50,7 @@ def read_messages(message: str | None, system: str | None) -> list[Any]:
 
 
 def read_template(template: str | None) -> str | None:
-    """A chat template from its file; Jinja text and names of templates are returned as they are."""
+    """The text of a template's file; Jinja text and names of templates are returned unchanged."""
     if template is None:
         return None
     if "{{" in template or "{%" in template:
@@ -60,10 +59,10 @@ def read_template(template: str | None) -> str | None:
 
 
 def find_template(llm: LLM, source: str | None) -> ChatTemplate:
-    """The template of `--chat-template`, or the tokenizer's own; `RequestError` if it has none.
+    """The chat template: `source`, which is Jinja text or a name, or the tokenizer's default.
 
-    Args:
-        source: Jinja text, or the name of one of the tokenizer's templates; None: the default.
+    Raises:
+        RequestError: the tokenizer has no template.
     """
     from foretoken.models.chat import ChatTemplate
 
@@ -80,8 +79,7 @@ class Conversation:
     """A conversation typed on a terminal, or read from standard input, one message per line.
 
     Args:
-        messages: the messages with which it begins, at the start and after each /reset.
-        params: parameters of every answer; more than one sample is a `RequestError`.
+        messages: the messages with which it begins, also after each /reset.
         json_output: print a JSON object per answer.
     """
 
@@ -95,7 +93,6 @@ class Conversation:
         self._is_typed = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self, llm: LLM, template: ChatTemplate, note: Note) -> None:
-        """Answer messages until the input ends; on a terminal a refused message does not end it."""
         if self._is_typed:
             say(_HELP, style="dim")
         while (line := self._read()) is not None:
@@ -128,7 +125,7 @@ class Conversation:
                 say("Error: this line is no UTF-8 text.", style="bold red")
 
     def _answer(self, llm: LLM, template: ChatTemplate, text: str, note: Note) -> None:
-        """Print the answer to a message and remember both; after a failure forget the message."""
+        """Print and remember the answer to a message; after a failure forget the message."""
         from foretoken.models.chat import ChatPrompt
 
         messages = [*self._messages, {"role": "user", "content": text}]

@@ -1,8 +1,7 @@
 """The command line of `vllm serve`, where it differs from ours.
 
-Charter: splitting the words of a command line into options. Some options of vLLM are ours in
-another spelling, and some take several values. `foretoken/foreign.py` says which values the other
-options of vLLM may have. `--help` shows none of them.
+Some options of vLLM are ours in another spelling, and some take several values. The values that
+other options of vLLM may have are in `foretoken/foreign.py`. `--help` shows none of them.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _OUR_NAMES = {
 }  # fmt: skip
 _SIZES = ("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
 _TIMES = {"k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}
+# Options of vLLM, and our words with the same meaning.
 _EQUIVALENTS = {
     "disable_uvicorn_access_log=True": ["--log-level", "warning"],
     "scheduling_policy=priority": ["--allow-priority"],
 }
-"""Options of vLLM, and our words with the same meaning."""
 _META_KEY = __name__  # in `Context.meta`
 
 
@@ -44,17 +43,14 @@ class ServeCommand(TyperCommand):
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse our options, and keep the values of vLLM's others for `foreign_options`."""
         line = _Line(args, [param for param in self.params if isinstance(param, TyperOption)])
-        if line.fault:
-            ctx.fail(line.fault)
+        if line.error:
+            ctx.fail(line.error)
         ctx.meta[_META_KEY] = line.foreign
         return super().parse_args(ctx, line.own)
 
 
 def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
-    """The options of a command line that only vLLM has.
-
-    Returns those that the engine checks, with their values, and the names of those that have no
-    effect here.
+    """The options that only vLLM has: values that the engine checks, names without effect here.
 
     Raises:
         ConfigError: an option would have an effect that is not supported.
@@ -67,11 +63,12 @@ def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
     server_values = {name: value for name, value in values.items() if name in SERVER_OPTIONS}
     engine_values = {name: value for name, value in values.items() if name not in server_values}
     without_foreign(server_values, SERVER_OPTIONS, ConfigError)
-    return engine_values, [name for name in values if ... in _TABLE[name].harmless]
+    without_effect = [name for name in values if ... in _TABLE[name].harmless]  # `...`: any value
+    return engine_values, without_effect
 
 
 class _Line:
-    """A command line, split into our options and those that only vLLM has.
+    """A command line, split into our options and the options that only vLLM has.
 
     After an option that takes several values, further words are values, too, unless the first value
     was joined to the option by `=`. If nothing else names the model, the last of these words is
@@ -81,7 +78,7 @@ class _Line:
     Attributes:
         own: the words for our parser.
         foreign: values of vLLM's options, by their names in `foretoken/foreign.py`.
-        fault: what is wrong with the line; empty if nothing is.
+        error: what is wrong with the line; "" if it is valid.
     """
 
     def __init__(self, words: Sequence[str], options: Sequence[TyperOption]) -> None:
@@ -89,12 +86,12 @@ class _Line:
         self._words = [*words]  # not read yet
         self._groups = list[list[str]]()  # each option of ours with its values
         self._has_model = False
-        # The option that takes further words: its name if it is ours, else the list of its values.
+        # The option that takes further words: the name of our option, or the values of vLLM's.
         self._open_option = cast(str | list[Any] | None, None)
-        # The last further word, which may be MODEL: the list that holds it, the index from which
-        # the list is cut if the word is MODEL, and the word.
+        # The last further word: a list, the index at which the list is cut if the word is MODEL,
+        # and the word.
         self._model_candidate = list[Any](), 0, ""
-        self.foreign, self.fault = dict[str, Any](), ""
+        self.foreign, self.error = dict[str, Any](), ""
         self._read()
         if not self._has_model:
             values, start, word = self._model_candidate
@@ -108,7 +105,7 @@ class _Line:
         self.own = [word for group in self._groups for word in group] + self._words
 
     def _read(self) -> None:
-        """Read the words before `--`. All words from `--` on stay in `_words`: they hold MODEL."""
+        """Read the words before `--`; the rest stays in `_words`, unchanged for our parser."""
         while self._words:
             if self._words[0] == "--":
                 self._has_model |= len(self._words) > 1
@@ -125,7 +122,7 @@ class _Line:
                 self._groups.append([word])  # the parser refuses it
 
     def _add_word(self, word: str) -> None:
-        """Take a word that is no option: a further value of the option before it, or MODEL."""
+        """Take a word that is no option: a further value of the previous option, or MODEL."""
         if self._open_option is None:
             self._groups.append([word])
             self._has_model = True
@@ -134,8 +131,8 @@ class _Line:
             self._open_option.append(_parse_value(word))
         else:
             if self._open_option == "--api-key" and not self._has_model:
-                words = "Several words behind --api-key"
-                self.fault = f"{words}: name the model first, or repeat --api-key."
+                words = "Several words after --api-key"
+                self.error = f"{words}: name the model first, or repeat --api-key."
             self._groups.append([self._open_option, word])
             self._model_candidate = self._groups[-1], 0, word
 
@@ -146,7 +143,7 @@ class _Line:
         if not option.is_flag and value is None and self._words:
             value = self._words.pop(0)
         if value is None and not option.is_flag:
-            self.fault = f"Option '{name}' requires an argument."
+            self.error = f"Option '{name}' requires an argument."
         elif value is None:
             self._groups.append([name])
         elif option.multiple:
@@ -156,11 +153,7 @@ class _Line:
             self._groups.append([f"{name}={_digits(value) if name in _SIZES else value}"])
 
     def _add_foreign(self, name: str, joined_value: str | None) -> bool:
-        """Take an option in vLLM's tables; False if they do not have it.
-
-        Args:
-            joined_value: the value joined to the option by `=`; None if there is none.
-        """
+        """Take an option of vLLM, with any value joined to it by `=`; False if vLLM lacks it."""
         key = name.removeprefix("--").replace("-", "_")
         table_key = key.partition(".")[0]  # `--option.field VALUE` sets one field of an option
         option = "--" + table_key.replace("_", "-")
@@ -185,7 +178,7 @@ class _Line:
     def _turn_off(self, key: str) -> bool:
         """Take `--no-KEY`; False if KEY is not a flag."""
         option = self._our_options.get("--" + key.replace("_", "-"))
-        if option is not None and option.is_flag:  # off when it is left out
+        if option is not None and option.is_flag:  # a flag is off unless it is given
             self._groups = [group for group in self._groups if group[0] not in option.opts]
         elif _is_flag(key):
             self.foreign[key] = False
@@ -194,7 +187,7 @@ class _Line:
         return True
 
     def _value(self, joined_value: str | None) -> str:
-        """The value joined to an option, else the next word; "" if that is an option."""
+        """The value joined to an option, or the next word; "" if the next word is an option."""
         if joined_value is None and self._words and not self._words[0].startswith("--"):
             return self._words.pop(0)
         return joined_value or ""
@@ -205,7 +198,7 @@ def _is_flag(name: str) -> bool:
 
 
 def _split_option(word: str) -> tuple[str, str | None]:
-    """The name of an option in our spelling, and the value joined to it; None if it has none."""
+    """The name of an option in our spelling, and the value joined to it, or None."""
     name, has_value, value = word.partition("=")
     if name.startswith("-O") and len(name) > 2:
         name, has_value, value = "-O", "=", name.removeprefix("-O")

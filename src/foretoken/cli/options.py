@@ -1,8 +1,4 @@
-"""Options made from the dataclasses that they fill.
-
-Charter: name, type, default and documentation of an option are written once, at its field. This
-module has only the command line's spelling of a field, and the fields that are no options.
-"""
+"""Command-line options made from fields of dataclasses: name, type, default and documentation."""
 
 from __future__ import annotations
 
@@ -24,7 +20,8 @@ from foretoken.sampling.params import SamplingParams
 NOT_OPTIONS: dict[type, set[str]] = {
     # All requests of a command draft by `--speculative-config`, with equal priority.
     SamplingParams: {"num_speculative_tokens", "drafter", "rejection_sample_method", "priority"},
-    # `--seed` is the request's. A single request does not wait, and states all its parameters.
+    # `--seed` fills the field of `SamplingParams`. A single request does not wait, and states all
+    # of its parameters.
     EngineConfig: {"speculative_config", "seed", "max_num_waiting", "generation_config"},
 }
 SPECULATION: dict[str, Any] = {
@@ -48,7 +45,8 @@ SPECULATION: dict[str, Any] = {
         bool, typer.Option("--no-speculation", help="Decode one token per pass.")
     ],
 }
-"""How an engine drafts: options in place of its field `speculative_config`."""
+"""Options that all fill the field `speculative_config` of `EngineConfig`."""
+_NONE = frozenset[str]()
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
@@ -56,22 +54,22 @@ def with_fields(
     *own: type,
     engine: bool = True,
     sampling: bool = True,
-    without: Set[str] = frozenset(),
-    also: Set[str] = frozenset(),
+    without: Set[str] = _NONE,
+    also: Set[str] = _NONE,
     **defaults: Any,
 ) -> Callable[[_Command], _Command]:
     """Give a command the options of `EngineConfig`, `SPECULATION` and `SamplingParams`.
 
-    The command gets their values in its `**options`. An option that is not given has its field's
+    The command gets their values in its `**options`. An option that is not given has the field's
     default, or None if the field has no default or an empty one.
 
     Args:
-        own: further dataclasses; their fields become options before the others.
+        own: further dataclasses, with options that `--help` shows first.
         engine: False: only the options of `own`.
-        sampling: False: none of `SamplingParams`.
+        sampling: False: no options of `SamplingParams`.
         without: fields that do not become options.
         also: fields of `NOT_OPTIONS` that do become options.
-        defaults: defaults that differ from the dataclasses'.
+        defaults: defaults that differ from the fields' defaults.
     """
 
     def decorate(command: _Command) -> _Command:
@@ -101,14 +99,8 @@ def with_fields(
     return decorate
 
 
-def fields_given(
-    cls: type, options: dict[str, Any], also: Set[str] = frozenset()
-) -> dict[str, Any]:
-    """The values of a dataclass's fields that a command line gives, by the fields' names.
-
-    Args:
-        options: the values of all options of the command; None: not given.
-        also: as in `with_fields`.
+def fields_given(cls: type, options: dict[str, Any], also: Set[str] = _NONE) -> dict[str, Any]:
+    """The values of a dataclass's fields that the options of a command give, by field name.
 
     Raises:
         RequestError: a text is not UTF-8, or a map is not JSON.
@@ -126,15 +118,12 @@ def fields_given(
 
 
 def _option_fields(cls: Any, also: Set[str]) -> list[Field[Any]]:
-    left_out = NOT_OPTIONS.get(cls, set()) - also
-    return [field for field in fields(cls) if field.name not in left_out]
+    not_options = NOT_OPTIONS.get(cls, set()) - also
+    return [field for field in fields(cls) if field.name not in not_options]
 
 
 def _parameters(
-    cls: Any,
-    defaults: dict[str, Any],
-    without: Set[str] = frozenset(),
-    also: Set[str] = frozenset(),
+    cls: Any, defaults: dict[str, Any], without: Set[str] = _NONE, also: Set[str] = _NONE
 ) -> list[inspect.Parameter]:
     """A parameter for each field of a dataclass that becomes an option; see `with_fields`."""
     texts = _field_texts(cls)
@@ -154,7 +143,7 @@ def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 
 def _field_texts(cls: type) -> dict[str, str]:
-    """The text for each field under `Attributes:` in a class's docstring."""
+    """The text of each field under `Attributes:` in a class's docstring."""
     section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
     texts = {}
     for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", section, re.MULTILINE):
@@ -163,15 +152,15 @@ def _field_texts(cls: type) -> dict[str, str]:
 
 
 def _help(field: Field[Any], text: str) -> str:
-    """A field's text as help: where the text says None, a command line leaves the option out."""
-    if field.default is not None:  # a field left out has its default, and so is not None
+    """A field's text as help, with "left out" for None, the value of an option left out."""
+    if field.default is not None:  # an option left out has the default, which is not None
         text = re.sub(r"; None: [^.;]*", "", text)
     text = re.sub(r"(?<=\. )None\b", "Left out", text[:1].upper() + text[1:])
     return re.sub(r"\bNone\b", "left out", text)
 
 
 def _annotation(field: Field[Any], text: str) -> Any:
-    """The type that Typer reads for a field, from the text of its annotation."""
+    """The annotation of a field's option for Typer, from the text of the field's annotation."""
     option = "--" + field.name.replace("_", "-")
     kinds = re.findall(r"\b(str|int|float|bool)\b", str(field.type))
     if _is_map(field):
@@ -192,12 +181,12 @@ def _is_map(field: Field[Any]) -> bool:
 
 
 def _is_text(field: Field[Any]) -> bool:
-    """Whether a field's value is a text or token ids; a command line takes only a text."""
+    """Whether a field is a text or token ids, of which a command line takes only a text."""
     return str(field.type).startswith("str | Sequence")
 
 
 def _parse_map(field: Field[Any], text: str) -> dict[Any, Any]:
-    """A JSON object as a dict; its keys become integers if the field is keyed by token ids."""
+    """A JSON object as a dict; keys that are token ids become integers."""
     by_token = "Mapping[int" in str(field.type)
     try:
         return {int(key) if by_token else key: value for key, value in json.loads(text).items()}

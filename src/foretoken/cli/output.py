@@ -1,7 +1,4 @@
-"""Output of commands: streamed text, or JSON (docs/cli.md), and a line about the run.
-
-With `--trace` the text is coloured by the origin of its tokens, and a table of them follows.
-"""
+"""Output of commands: streamed text or JSON (docs/cli.md), and a line about the run."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _SYNTHETIC = "Synthetic acceptance: this text is meaningless by design."
 _PATIENCE = 2.0  # seconds until a command that prints nothing shows a status line
 
 
-def check_shown(params: SamplingParams, json_output: bool) -> None:
+def refuse_hidden_logprobs(params: SamplingParams, json_output: bool) -> None:
     """Refuse log-probabilities without `--json`: they would be computed, but not printed."""
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None and not json_output:
@@ -50,11 +47,13 @@ def complete(
     note: Note,
     patience: float = _PATIENCE,
 ) -> RequestOutput:
-    """Complete one prompt and print its samples, one after another.
+    """Complete one prompt and print the samples, one after another; returns the last output.
 
-    A status line appears after `patience` seconds if nothing else is printed meanwhile.
-    Returns the last output, maybe `interrupted_by` a signal. Raises the error of a request that
-    was refused, or that failed after its text so far was printed.
+    With `--trace` a terminal shows tokens coloured by origin, then a table of them. With
+    `json_output` a status line appears after `patience` seconds.
+
+    Raises:
+        ForetokenError: the request was refused, or it failed after some text was printed.
     """
     start, output = time.perf_counter(), None
     coloured = params.trace and not json_output and sys.stdout.isatty()
@@ -96,21 +95,15 @@ def exit_code(output: RequestOutput) -> int:
 
 
 class _SamplePrinter:
-    """Prints the samples of a request in order: each as it grows, and the next after its end.
-
-    Args:
-        count: the number of samples.
-        painter: colours the text; None: no colours.
-    """
+    """Prints the samples of a request in order: each while it grows, then the next one."""
 
     def __init__(self, count: int, painter: Painter | None) -> None:
         self._painter = painter
         self._count, self._index = count, 0
-        self._num_printed = 0  # characters of the present sample
+        self._num_printed = 0  # characters of the sample at `_index`
         self._title = f"--- 1 of {count} ---\n" if count > 1 else ""
 
     def show(self, output: RequestOutput) -> None:
-        """Print the text that is new in `output`."""
         for sample in output.outputs[self._index :]:
             if self._painter is None:
                 _write(self._title + sample.text[self._num_printed :])
@@ -132,10 +125,7 @@ def _write(text: str) -> None:
 
 @contextmanager
 def _status_line(enabled: bool, patience: float) -> Iterator[Callable[[str], None]]:
-    """Show a status line after `patience` seconds, if `enabled` and on a terminal.
-
-    Yields a function that sets the line's text.
-    """
+    """Show a status line after `patience` seconds; yields a function that sets the line's text."""
     terminal = console(stderr=True)
     if not (enabled and terminal.is_terminal):
         yield lambda text: None
@@ -176,7 +166,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
 
 
 def _trace_fields(token: TokenTrace) -> dict[str, Any]:
-    """The fields of a token's trace; those of its dropped drafts are without `dropped`."""
+    """A token's trace as a dict, without the field `dropped` of drafts that were dropped."""
     fields = asdict(token)
     for draft in fields["dropped"]:
         del draft["dropped"]
@@ -186,10 +176,7 @@ def _trace_fields(token: TokenTrace) -> dict[str, Any]:
 def _logprobs(
     rows: Sequence[Mapping[int, Logprob] | None] | None,
 ) -> list[list[dict[str, Any]] | None] | None:
-    """For each position the log-probabilities of its tokens, the chosen token first.
-
-    Infinity, which JSON lacks, becomes null.
-    """
+    """The log-probabilities of each position; infinity, which JSON lacks, becomes null."""
     if rows is None:
         return None
     return [
@@ -207,7 +194,6 @@ def _finite(number: float | None) -> float | None:
 
 
 def _summary(output: RequestOutput) -> str:
-    """The line about a request: its tokens, passes, speed, and the mean acceptance length."""
     metrics = output.metrics
     reasons = ", ".join(dict.fromkeys(str(sample.finish_reason) for sample in output.outputs))
     parts = [
@@ -216,13 +202,13 @@ def _summary(output: RequestOutput) -> str:
         f"{metrics.tokens_per_second:.0f} tokens/s",
     ]
     if metrics.num_drafts:
-        label = "set " if metrics.synthetic_acceptance else ""  # by the rule `synthetic`
+        label = "configured " if metrics.synthetic_acceptance else ""  # by the rule `synthetic`
         parts.append(f"{label}mean acceptance length {metrics.mean_acceptance_length:.2f}")
     return " · ".join(parts)
 
 
 class Painter:
-    """Colours the texts of samples, token by token, by origin."""
+    """Colours the tokens in the texts of samples by origin."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self._tokenizer, self._params = tokenizer, params
@@ -242,10 +228,7 @@ class Painter:
         return painted
 
     def _ends_of(self, prompt_ids: list[int], sample: CompletionOutput) -> list[int]:
-        """For each token of a sample, the index in the text where the token's characters end.
-
-        A character that several tokens encode belongs to the last of them.
-        """
+        """For each token of a sample, the index in the text where the token's characters end."""
         ends = self._ends.setdefault(sample.index, [])
         if self._tokenizer is None:
             return [0] * len(sample.token_ids)
@@ -262,35 +245,32 @@ class Painter:
 
 
 def show_tables(samples: Iterable[CompletionOutput]) -> None:
-    """Print a table for each sample, which shows how each of its tokens was chosen."""
+    """Print a table for each sample: how each of the tokens was chosen."""
     from rich.text import Text
 
     terminal = console(highlight=False, soft_wrap=True)
     for sample in samples:
-        for line, style in _lines(sample):
+        for line, style in _table_lines(sample):
             terminal.print(Text(line, style), end="\n")
 
 
-def _lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
+def _table_lines(sample: CompletionOutput) -> Iterator[tuple[str, str]]:
     """The lines of a sample's table, each with its style."""
     trace = sample.trace or []
     names = [*dict.fromkeys(token.drafter for token in trace if token.drafter)]
-    heading = [
-        f"trace of sample {sample.index + 1}",
-        *(f"rule {token.rule}" for token in trace[:1]),
-    ]
+    heading = [f"trace of sample {sample.index + 1}", *(f"rule {t.rule}" for t in trace[:1])]
     heading += [f"drafts by {', '.join(names)}"] if names else []
     heading += ["acceptance was set: the text means nothing"] if sample.synthetic_acceptance else []
     yield "\n" + " · ".join(heading), "bold"
     yield _LINE.format(*_HEAD), "bold"
     for token in trace:
-        yield _line(token, names), _STYLES[token.origin]
+        yield _table_line(token, names), _STYLES[token.origin]
         for draft in token.dropped:
-            yield _line(draft, names), "dim"
+            yield _table_line(draft, names), "dim"
 
 
-def _line(token: TokenTrace, drafters: list[str]) -> str:
-    """A token or a dropped draft as a line; it names its drafter if there are several."""
+def _table_line(token: TokenTrace, drafters: list[str]) -> str:
+    """A token or a dropped draft as a line, with the drafter's name if there are several."""
     text = f"<{token.token_id}>" if token.decoded_token is None else repr(token.decoded_token)
     numbers = (token.p, token.q, token.u, token.threshold)
     columns = ["-" if x is None else f"{x:.3g}" for x in numbers]

@@ -1,8 +1,8 @@
 """Between the commands and the system: streams, messages, exit codes.
 
-Charter: every failure becomes one line on the error stream and an exit code: 2 for what the user or
-the system can mend, 1 for our bugs, 130 after Ctrl-C, 143 after SIGTERM, 141 if the reader of the
-output has gone. The output of commands is in `output.py`.
+Every failure becomes one line on the error stream and an exit code: 2 for what the user or the
+system can mend, 1 for our bugs, 130 after Ctrl-C, 143 after SIGTERM, 141 if the reader of the
+output has gone.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Note = Callable[[str], None]
-CLOSED_PIPE = 141
-"""The exit code of a process ended by SIGPIPE, as a shell shows it."""
+CLOSED_PIPE = 141  # the exit code of a process ended by SIGPIPE, as a shell shows it
 _BUGS = (IntegrityError, ProcessingError, StepError)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_escaped: list[str] = []  # the encoding of an output that could not show a character
+_escaped: list[str] = []  # the encoding of an output in which a character had to be escaped
 
 
 def prepare() -> None:
-    """Make the standard streams safe to use, in whatever state the process got them.
+    """Make the standard streams safe to use, even if the process got them closed.
 
     Characters that an output cannot encode are escaped, and a message at the end says so.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next opened file would get its number
+        except OSError:  # closed: the next file that is opened would become this stream
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is None:  # libraries write to it without a check
         sys.stderr = os.fdopen(2, "w", encoding="utf-8")
@@ -71,7 +70,7 @@ def is_utf8(stream: TextIO) -> bool:
 
 
 def as_utf8(field: str, argument: str) -> str:
-    """A command-line argument, decoded as UTF-8; `RequestError` if it is not UTF-8."""
+    """A command-line argument as UTF-8 text; `RequestError` if it is not UTF-8."""
     return _decoded(field, os.fsencode(argument))
 
 
@@ -105,17 +104,18 @@ def _decoded(field: str, data: bytes) -> str:
 def reporting(debug: bool = False) -> Iterator[Note]:
     """Turn a failure into one message and an exit code.
 
-    Yields a function that notes what the command has done so far, for the message after Ctrl-C.
+    Yields a function that takes a line about the work done, for the message after Ctrl-C.
     """
-    done = ["nothing was generated."]
+    progress = "nothing was generated."
 
     def note(text: str) -> None:
-        done[0] = text
+        nonlocal progress
+        progress = text
 
     try:
         yield note
     except KeyboardInterrupt:
-        say(f"\nInterrupted: {done[0]}", interrupted=True)
+        say(f"\nInterrupted: {progress}", interrupted=True)
         raise SystemExit(130) from None
     except BrokenPipeError:
         _discard(sys.stdout)
@@ -146,7 +146,7 @@ def _system_error(error: OSError) -> str:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discard the rest of a stream, so that Python can end without an error."""
+    """Discard later output of a stream, so that Python can end without an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -157,7 +157,7 @@ def _end(code: int, text: str) -> NoReturn:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Have SIGTERM raise `SystemExit`, so that progress bars show the cursor again."""
+    """Let SIGTERM raise `SystemExit`, so that progress bars show the cursor again."""
 
     def raise_exit(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,7 +1,4 @@
-"""`foretoken demo`: a guided first minute.
-
-Every figure on the screen is measured in the run that shows it.
-"""
+"""`foretoken demo`: a guided first minute. Every figure is measured in the run that shows it."""
 
 from __future__ import annotations
 
@@ -41,19 +38,18 @@ MEANING = {
 }
 _DRAFTERS = {
     "draft_model": "A small draft model",
-    "eagle3": "A head on its hidden states",
-    "ngram": "A look-up in the text so far",
+    "eagle3": "A head on the model's hidden states",
+    "ngram": "A look-up in the prompt and the generated text",
 }
 TEMPERATURES = (0.0, 0.8)
-# Prompts that are easy to read are shown first; the others follow in file order.
-FIRST = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")
+FIRST = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")  # easy to read
 ROUNDS = 5
-BAR = 32
+BAR_WIDTH = 32
 PROMPT_LINES = 6
 
 
 class DemoPrompt(NamedTuple):
-    """A prompt of the demo: its title, the engine's input, and the text to show."""
+    """A prompt: a title, the engine's input, and the text to show."""
 
     title: str
     prompt: Any
@@ -66,7 +62,6 @@ def _code_prompts() -> list[DemoPrompt]:
 
 
 def _chat_prompts(template: ChatTemplate) -> list[DemoPrompt]:
-    """The held-out conversations, rendered with the chat template."""
     prompts = []
     for chat in heldout_chats():
         prompt = {"prompt_token_ids": template.render(chat.messages)[1]}
@@ -75,19 +70,13 @@ def _chat_prompts(template: ChatTemplate) -> list[DemoPrompt]:
 
 
 class Demo:
-    """Runs the parts of the demo in order, on one loaded engine.
+    """Runs the parts of the demo in order, on one loaded engine with a drafter.
 
-    Args:
-        llm: an engine with a drafter.
-        console: for the output; it decides on colour and width.
-        note: gets a line about the work done so far, which Ctrl-C reports.
-
-    Attributes, which a subclass may set:
-        rounds: timed rounds of each kind of decoding.
-        audit: the class that checks the losslessness.
+    `note` takes a line about the work done, which Ctrl-C reports.
     """
 
-    rounds: int = ROUNDS
+    # A subclass may set both.
+    rounds: int = ROUNDS  # number of timed runs of each kind of decoding
     audit: type[EngineAudit] = EngineAudit
 
     def __init__(self, llm: LLM, console: Console, note: Callable[[str], None]) -> None:
@@ -97,30 +86,29 @@ class Demo:
         self.items = _chat_prompts(ChatTemplate(llm.tokenizer)) if self.is_chat else _code_prompts()
 
     def run(self, prompts: int, max_tokens: int, samples: int) -> None:
-        """Show completions, acceptance, speed and losslessness, in about a minute."""
         check_int("prompts", prompts, 1, len(self.items))
-        chosen = self.items[:prompts]
+        items = self.items[:prompts]
         self.introduce()
         metrics = RequestMetrics()
-        for number, item in enumerate(chosen):
-            self.note(f"{number} of {len(chosen)} prompts were completed.")
+        for number, item in enumerate(items):
+            self.note(f"{number} of {len(items)} prompts were completed.")
             temperature = TEMPERATURES[number % len(TEMPERATURES)]
-            metrics.add(self.complete(number, len(chosen), item, temperature, max_tokens).metrics)
+            metrics.add(self.complete(number, len(items), item, temperature, max_tokens).metrics)
         self.note("the prompts were completed; speed was not measured.")
         self.show_acceptance(metrics)
-        self.show_speed(chosen, max_tokens)
+        self.show_speed(items, max_tokens)
         self.note("prompts and speed are shown; the losslessness check was not finished.")
         self.check_losslessness(samples)
 
     def introduce(self) -> None:
-        """Print what the demo does, and the meaning of its styles."""
+        """Print what the demo does, and what the styles of tokens mean."""
         config, speculation = self.llm.config, self.llm.config.speculative_config
         drafts = speculation.num_drafts if speculation else 0
-        done = "answers questions by" if self.is_chat else "completes Python files by"
+        task = "answers questions by" if self.is_chat else "completes Python files by"
         method = speculation.method if speculation else None
         drafter = _DRAFTERS.get(str(method), f"The drafter `{method}`")
         self.console.print(
-            f"Foretoken {done} {config.model}. {drafter} proposes up to {drafts} tokens, the "
+            f"Foretoken {task} {config.model}. {drafter} proposes up to {drafts} tokens, the "
             "target checks them in one pass, and the text is distributed exactly as it would be "
             "without drafts."
         )
@@ -131,7 +119,7 @@ class Demo:
     def complete(
         self, number: int, count: int, item: DemoPrompt, temperature: float, max_tokens: int
     ) -> RequestOutput:
-        """Stream one completion, each token in the style of its origin."""
+        """Stream one completion, each token in the style of the token's origin."""
         self._title(f"{number + 1} of {count}: {item.title}, temperature {temperature:g}")
         lines = item.text.splitlines(keepends=True)
         self._write("".join(lines[-PROMPT_LINES:]), "dim")
@@ -157,23 +145,23 @@ class Demo:
         return output
 
     def show_acceptance(self, metrics: RequestMetrics) -> None:
-        """Print a bar for each draft position: the share of its drafts that were accepted."""
+        """Print a bar for each draft position: the share of accepted drafts."""
         self._title("Acceptance by position of the draft")
         full, empty = ("█", "░") if "utf" in self.console.encoding.lower() else ("#", ".")
         counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)
         for position, (accepted, drafted) in enumerate(counts, start=1):
             share = accepted / drafted
-            filled = round(share * BAR)
+            filled = round(share * BAR_WIDTH)
             bar = Text(f"  {position}  ").append(full * filled, "green")
-            bar.append(empty * (BAR - filled), "dim")
+            bar.append(empty * (BAR_WIDTH - filled), "dim")
             self.console.print(bar.append(f"  {share:5.1%}  {accepted} of {drafted}"))
         self._say(
-            f"A position counts as accepted when all before it were, too. Mean acceptance length "
+            f"A draft is accepted only if all drafts before it are. Mean acceptance length "
             f"(accepted + 1 per pass): {metrics.mean_acceptance_length:.2f}"
         )
 
-    def show_speed(self, chosen: list[DemoPrompt], max_tokens: int) -> None:
-        """Show median speeds of plain and speculative decoding of the same prompts, in turn."""
+    def show_speed(self, items: list[DemoPrompt], max_tokens: int) -> None:
+        """Show median speeds of plain and speculative decoding of the same prompts."""
         self._title("Speed, batch 1, plain and speculative in turn")
         ratios = []
         for temperature in TEMPERATURES:
@@ -185,8 +173,8 @@ class Demo:
             with self._progress("measuring", self.rounds) as advance:
                 for done in range(self.rounds):
                     advance(done)
-                    plain_speeds.append(self._speed(chosen, plain))
-                    speculative_speeds.append(self._speed(chosen, speculative))
+                    plain_speeds.append(self._speed(items, plain))
+                    speculative_speeds.append(self._speed(items, speculative))
             medians = statistics.median(plain_speeds), statistics.median(speculative_speeds)
             ratios.append(medians[1] / medians[0])
             self.console.print(
@@ -200,10 +188,10 @@ class Demo:
                 "and checking cost more than the passes they save."
             )
 
-    def _speed(self, chosen: list[DemoPrompt], params: SamplingParams) -> float:
+    def _speed(self, items: list[DemoPrompt], params: SamplingParams) -> float:
         """Tokens per second over all prompts, one after another."""
         start = time.perf_counter()
-        outputs = [self.llm.generate(item.prompt, params)[0].outputs[0] for item in chosen]
+        outputs = [self.llm.generate(item.prompt, params)[0].outputs[0] for item in items]
         return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - start)
 
     def check_losslessness(self, draws: int) -> None:
@@ -231,10 +219,7 @@ class Demo:
 
     @contextmanager
     def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar that vanishes when done; without a terminal nothing is written.
-
-        Yields a function to call with the number that is done, out of `total`.
-        """
+        """On a terminal, a bar that vanishes when done; yields a function of the number done."""
         columns = (TextColumn("  {task.description}"), BarColumn(), TimeRemainingColumn())
         shown = self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=not shown) as bar:

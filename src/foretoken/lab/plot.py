@@ -11,7 +11,7 @@ from textwrap import wrap
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 640, 400
-COLUMN_LIMIT = 6  # up to so many charts of a file are in one column; more are set in rows
+COLUMN_LIMIT = 6  # largest number of charts that a file shows in one column
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 44, 52  # margins around the axes
 LETTER = 7.5  # width of a letter in the legend, px
 TITLE_LETTERS, NOTE_LETTERS = 64, 92  # per line
@@ -60,54 +60,33 @@ summary { line-height: 44px; cursor: pointer; }
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart: its points in order of x, each with a range.
+    """A line of a chart."""
 
-    Attributes:
-        name: its text in the legend, where lines of equal name and colour appear once.
-        points: (x, median, minimum, maximum).
-        colour: one of `COLOURS`, or `INK`; "": the next colour.
-    """
-
-    name: str
-    points: Sequence[tuple[float, float, float, float]]
-    colour: str = ""
+    name: str  # for the legend, where each name appears once
+    points: Sequence[tuple[float, float, float, float]]  # (x, median, minimum, maximum), ordered
+    colour: str = ""  # one of `COLOURS`, or `INK`; "": the next colour
     dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of stacked parts.
+    """A bar of stacked parts."""
 
-    Attributes:
-        name: its label below the axis.
-        group: a label that it shares with its neighbours, below the names.
-        parts: name -> size, from the axis upwards.
-        mark: a height to mark on the bar, or None.
-        reach: minimum and maximum of the bar's height, or of its mark; None: no range.
-    """
-
-    name: str
-    group: str
-    parts: dict[str, float]
-    mark: float | None = None
-    reach: tuple[float, float] | None = None
+    name: str  # the label below the axis
+    group: str  # a label that neighbouring bars share, below the names
+    parts: dict[str, float]  # name -> size, from the axis upwards
+    mark: float | None = None  # a height to mark on the bar, or None
+    limits: tuple[float, float] | None = None  # minimum and maximum of the height or mark
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a line chart.
+    """The axes of a line chart."""
 
-    Attributes:
-        x, y: labels of the axes.
-        logarithmic: whether both axes are logarithmic; otherwise both begin at 0.
-        x_marks: the ticks of x, positive numbers in order. If given, x is logarithmic and extends
-            from the first tick to the last.
-    """
-
-    x: str
+    x: str  # label of the axis, like `y`
     y: str
-    logarithmic: bool = False
-    x_marks: Sequence[float] = ()
+    logarithmic: bool = False  # whether both axes are logarithmic; otherwise both begin at 0
+    x_marks: Sequence[float] = ()  # ticks of a logarithmic x axis, from end to end
 
 
 def ticks(highest: float, count: int = 5) -> list[float]:
@@ -124,7 +103,7 @@ def decades(lowest: float, highest: float) -> list[float]:
 
 
 def _axis_share(low: float, high: float, logarithmic: bool) -> Callable[[float], float]:
-    """A function from a value to its place on an axis, 0 to 1; 0.5 if the axis has no length."""
+    """A function from a value to the place on an axis, in [0, 1]; 0.5 if low and high are equal."""
     scale = math.log if logarithmic else float
     width = scale(high) - scale(low)
     return lambda value: (scale(value) - scale(low)) / width if width else 0.5
@@ -139,11 +118,10 @@ def line_chart(
     legend: bool = True,
     note: str = "",
 ) -> str:
-    """A chart of lines, with a dot and a range for each point.
+    """A chart of lines, with a dot and a range for each point; returns SVG text.
 
     Args:
-        level: a horizontal line across the chart: its name in the legend, and its height.
-        legend: False: no legend, because another chart has the same lines in the same colours.
+        level: a horizontal line across the chart: (name in the legend, height).
         note: how to read the chart, below the title.
     """
     points = [point for line in series for point in line.points]
@@ -191,14 +169,15 @@ def line_chart(
 def bar_chart(
     title: str, y_label: str, bars: Sequence[Bar], *, mark: str = "", note: str = ""
 ) -> str:
-    """A chart of bars that begin at 0, with a legend if there are marks or several parts.
+    """A chart of bars, with a legend if bars have marks or several parts; returns SVG text.
 
     Args:
         mark: the meaning of the bars' marks, for the legend.
         note: how to read the chart, below the title.
     """
     bottom = HEIGHT - BOTTOM
-    sizes = [sum(bar.parts.values()) for bar in bars] + [bar.reach[1] for bar in bars if bar.reach]
+    sizes = [sum(bar.parts.values()) for bar in bars]
+    sizes += [bar.limits[1] for bar in bars if bar.limits]
     y_ticks = ticks(max(*sizes, *(bar.mark or 0 for bar in bars)))
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     width = (WIDTH - RIGHT - LEFT) / len(bars)
@@ -222,8 +201,8 @@ def bar_chart(
         if bar.mark is not None:
             ends = LEFT + width * (i + 0.12), LEFT + width * (i + 0.88)
             elements.append(_line(ends[0], at_y(bar.mark), ends[1], at_y(bar.mark), "mark"))
-        if bar.reach:
-            elements.append(_line(middle, at_y(bar.reach[0]), middle, at_y(bar.reach[1]), "mark"))
+        if bar.limits:
+            elements.append(_line(middle, at_y(bar.limits[0]), middle, at_y(bar.limits[1]), "mark"))
         elements.append(_text(middle, bottom + 18, bar.name, "middle", small))
     elements += _groups([bar.group for bar in bars], width, bottom + 38)
     return "\n".join([*elements, "</svg>"]) + "\n"
@@ -231,9 +210,9 @@ def bar_chart(
 
 def page(charts: Sequence[str]) -> str:
     """Charts in one SVG: a few in one column, many in rows that make the picture about square."""
-    columns = (
-        1 if len(charts) <= COLUMN_LIMIT else math.ceil(math.sqrt(len(charts) * HEIGHT / WIDTH))
-    )
+    columns = 1
+    if len(charts) > COLUMN_LIMIT:
+        columns = math.ceil(math.sqrt(len(charts) * HEIGHT / WIDTH))
     elements = [_svg_tag(WIDTH * columns, HEIGHT * math.ceil(len(charts) / columns))]
     for i, chart in enumerate(charts):
         row, column = divmod(i, columns)
@@ -243,7 +222,7 @@ def page(charts: Sequence[str]) -> str:
 
 
 def html(title: str, sections: Sequence[str]) -> str:
-    """A page in one file that loads nothing else: a heading, then sections of HTML."""
+    """A page of HTML sections, in one file that loads nothing else."""
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     head = f'<!doctype html>\n<html lang="en">{meta}<title>{escape(title)}</title>'
     body = "\n".join(f"<section>{section}</section>" for section in sections)
@@ -253,7 +232,7 @@ def html(title: str, sections: Sequence[str]) -> str:
 def html_table(
     title: str, header: Sequence[str], lines: Sequence[Sequence[str]], kind: str = ""
 ) -> str:
-    """A section with a table. Its first column is left-aligned; with `kind="words"`, all are."""
+    """A section with a table; `kind`: "" or "words", in which all columns are left-aligned."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
@@ -262,10 +241,7 @@ def html_table(
 
 
 def html_contents(lines_of: Mapping[str, Sequence[str]]) -> str:
-    """A section with a link to each section of charts, and that section's first line.
-
-    lines_of: title of a section -> its lines
-    """
+    """A section with a link to each section of charts, from (title -> lines of that section)."""
     items = (
         f'<li><a href="#{_anchor(title)}">{escape(title)}</a>{escape("".join(lines[:1]))}</li>'
         for title, lines in lines_of.items()
@@ -276,7 +252,7 @@ def html_contents(lines_of: Mapping[str, Sequence[str]]) -> str:
 def html_charts(
     title: str, lines: Sequence[str], charts: Sequence[str], folded: Sequence[str]
 ) -> str:
-    """A section of lines and charts; the folded charts are shown after a click."""
+    """A section of lines and charts; folded charts are shown after a click."""
     heading = f'<h2 id="{_anchor(title)}">{escape(title)}</h2>\n' if title else ""
     paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines)
     text = f'{heading}{paragraphs}<div class="charts">{"".join(charts)}</div>'
@@ -304,7 +280,7 @@ def _svg_tag(width: int, height: int) -> str:
 def _heading(
     title: str, note: str, colour_of: Mapping[str, str], mark: str
 ) -> tuple[list[str], int]:
-    """Title, note and legend above the axes, and the y at which they end."""
+    """Elements of title, note and legend above the axes, and the y at which they end."""
     parts = [_svg_tag(WIDTH, HEIGHT), f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>"]
     y = TOP - 22
     for line in wrap(title, TITLE_LETTERS):
@@ -320,7 +296,7 @@ def _heading(
 
 
 def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: str) -> list[str]:
-    """Both axes, with ticks, grid lines and label of the vertical axis."""
+    """Elements of both axes, and ticks, grid lines and label of the vertical axis."""
     top, bottom, right = at_y(y_ticks[-1]), HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in y_ticks:
@@ -337,7 +313,7 @@ def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: st
 
 
 def _legend(colour_of: Mapping[str, str], mark: str, y: int) -> tuple[list[str], int]:
-    """The legend, with names next to their colours, below `y`; and the y at which it ends."""
+    """Elements of the legend (names next to colours) below `y`, and the y at which it ends."""
     parts, x = [], float(LEFT)
     for name in (*colour_of, mark) if mark else colour_of:
         if x + 18 + LETTER * len(name) > WIDTH and x > LEFT:
@@ -353,7 +329,7 @@ def _legend(colour_of: Mapping[str, str], mark: str, y: int) -> tuple[list[str],
 
 
 def _groups(groups: Sequence[str], width: float, y: float) -> list[str]:
-    """The name of each group of neighbouring bars, below the middle of the group."""
+    """The name of each group of neighbouring bars, centred below the group."""
     parts, first = [], 0
     for group, members in groupby(groups):
         count = len(list(members))

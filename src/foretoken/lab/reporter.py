@@ -1,7 +1,4 @@
-"""The output of `audit`, `bench` and `plan`, in one form for all three commands.
-
-Charter: progress, tables, files. Each command makes its own figures.
-"""
+"""The output of `audit`, `bench` and `plan`: progress, tables, and files of results."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from foretoken.lab.results import Results, Row, Spread, replace_text, validate, 
 
 _EVERY_S = 5.0  # between two lines of progress without a terminal
 Report = Callable[[int, str], None]
-"""Called with the amount done, and the name of the work that is under way."""
+"""Shows progress: (amount of work done, name of the work in progress)."""
 
 
 class Table(NamedTuple):
@@ -35,69 +32,49 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Charts that belong together.
+    """Charts that belong together, as SVG texts."""
 
-    Attributes:
-        title: what the charts show; "": all measurements.
-        lines: the findings, one sentence each.
-        charts: SVG texts.
-        folded: SVG texts of charts that a page shows on demand.
-    """
-
-    title: str = ""
-    lines: Sequence[str] = ()
+    title: str = ""  # what the charts show; "": all measurements
+    lines: Sequence[str] = ()  # the findings, one sentence each
     charts: Sequence[str] = ()
-    folded: Sequence[str] = ()
+    folded: Sequence[str] = ()  # charts that a page shows after a click
 
 
 @dataclass(frozen=True)
 class Reporter:
-    """The outputs of one call of a command.
+    """The output of one call of a command."""
 
-    Attributes:
-        command_line: as typed, for the results file.
-        console: for findings.
-        errors: for progress.
-        note: gets a line about the work done so far, which Ctrl-C reports.
-        as_json: print the results file, and nothing else.
-    """
-
-    command_line: str
-    console: Console
-    errors: Console
-    note: Callable[[str], None]
-    as_json: bool = False
+    command_line: str  # for the results file
+    console: Console  # standard output, for findings
+    errors: Console  # the error stream, for progress
+    note: Callable[[str], None]  # takes a line about the work done, which Ctrl-C reports
+    as_json: bool = False  # print the results file, and nothing else
 
     @contextmanager
     def status(self, text: str) -> Iterator[None]:
         """Show the text while the context runs; without a terminal it is printed as a line."""
         if not self.errors.is_terminal:
-            self._tell(text)
+            self._print_error(text)
             yield
             return
         with self.errors.status(text):
             yield
 
-    def _tell(self, line: str) -> None:
+    def _print_error(self, line: str) -> None:
         self.errors.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
     def progress(self, total: int, unit: str, first: str = "") -> Iterator[Report]:
-        """Show progress while the context runs; yields the function to report it with.
+        """Show progress: on a terminal a bar that vanishes, else a line every few seconds.
 
-        On a terminal it is a bar with the remaining time, which vanishes when done. Elsewhere it
-        is a line at once, and then a line every few seconds. The bar is drawn only by updates: a
-        thread that redraws it would take time from a step.
-
-        Args:
-            unit: plural name of what `total` counts.
-            first: name of the first work.
+        Yields a function to report progress with. `unit` is the plural name of what `total` counts,
+        `first` the name of the first work.
         """
         is_terminal, printed_at = self.errors.is_terminal, -math.inf
         bar = Progress(
             BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(), console=self.errors, auto_refresh=False, transient=True,
-            disable=not is_terminal,
+            TimeRemainingColumn(), console=self.errors, transient=True, disable=not is_terminal,
+            auto_refresh=False,  # a thread that redraws the bar would take time from a step
         )  # fmt: skip
         task = bar.add_task(unit, total=total)
 
@@ -106,7 +83,7 @@ class Reporter:
             now = time.monotonic()
             if not is_terminal and done < total and now - printed_at > _EVERY_S:
                 current = f"; now {work}" if work else ""
-                self._tell(f"{done:,} of {total:,} {unit} done{current}")
+                self._print_error(f"{done:,} of {total:,} {unit} done{current}")
                 printed_at = now
             bar.update(task, completed=done, description=f"{unit} {work}", refresh=True)
             self.note(f"{done:,} of {total:,} {unit} were done.")
@@ -120,7 +97,6 @@ class Reporter:
             self.console.print(line, style=style, markup=False, emoji=False, soft_wrap=True)
 
     def show(self, tables: Mapping[str, Table], lines: Sequence[str]) -> None:
-        """Print tables with their titles, then lines; nothing with `as_json`."""
         for title, table in tables.items():
             self.say(title, "bold")
             self.say(as_text(table))
@@ -147,11 +123,11 @@ class Reporter:
             else:
                 replace_text(path, as_html(results, tables, sections))
         if output:
-            self._tell(f"Wrote {' and '.join(output)}.")
+            self._print_error(f"Wrote {' and '.join(output)}.")
 
 
 def as_text(table: Table) -> str:
-    """A table for a terminal: the first column left-aligned, the others right-aligned."""
+    """A table for a terminal: the first column left-aligned, other columns right-aligned."""
     widths = [max(map(len, column)) for column in zip(table.header, *table.lines, strict=True)]
     text = ""
     for first, *cells in (table.header, *table.lines):
@@ -161,10 +137,7 @@ def as_text(table: Table) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """CSV with one line per value of each row: the case, its labels, and the value's spread.
-
-    A plain number is written as the median.
-    """
+    """CSV with one line per value of each row: case, labels, spread (or a number as median)."""
     labels = list(dict.fromkeys(name for row in rows for name in row.labels))
     spread = [field.name for field in fields(Spread)]
     text = io.StringIO()
@@ -179,19 +152,15 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 def as_html(results: Results, tables: Mapping[str, Table], sections: Sequence[Section]) -> str:
     """A report in one file: contents, tables, charts, notes, and the machine."""
-    about: dict[str, Any] = {
-        name: getattr(results, name)
-        for name in ("command", "date", "commit", "hardware", "versions")
-    }
+    names = ("command", "date", "commit", "hardware", "versions")
+    about: dict[str, Any] = {name: getattr(results, name) for name in names}
     lines_of = {part.title: part.lines for part in sections if part.title}
     contents = [html_contents(lines_of)] if len(lines_of) > 1 else []
     figures = [html_table(title, table.header, table.lines) for title, table in tables.items()]
     charts = [html_charts(*part) for part in sections]
     parts = contents + (charts + figures if lines_of else figures + charts)
     parts.append(html_list("What the figures mean", results.notes))
-    pairs = [
-        [name, value if isinstance(value, str) else json.dumps(value)]
-        for name, value in (about | results.shapes).items()
-    ]
+    about |= results.shapes
+    pairs = [[k, v if isinstance(v, str) else json.dumps(v)] for k, v in about.items()]
     parts.append(html_table("What was measured, and where", ["", ""], pairs, "words"))
     return html(" ".join(results.command.split()[:2]), parts)

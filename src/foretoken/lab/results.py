@@ -7,14 +7,11 @@ A results file is one JSON object, with one line per field, row and note:
     date      when the file was written, ISO 8601 with the time zone
     commit    the commit of the code that ran; `dirty`: whether tracked code differed from it
     command   the command as typed, from the repository root
-    hardware  cpu, vector_instructions, read_gb_per_s, cores, threads, memory_gib, accelerator, and
-              tunings: what native decoders measured and chose when they were loaded
+    hardware  what `hardware` returns; `tunings`: what native decoders chose when they were loaded
     versions  python, torch, transformers, foretoken
     shapes    settings shared by all rows: models, prompts, tokens, options
-    rows      one row per case: `case`, its `labels`, its `values`
+    rows      one row per case: `case`, `labels`, and `values`, each a number or a `Spread`
     notes     sentences that a reader needs to understand the figures
-
-A value is a plain number (a count) or a `Spread`: unit, repeats, median, quartiles, min, max.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ Label = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Repeated measurements of one quantity, summarised."""
+    """The summary of repeated measurements of one quantity."""
 
     unit: str
     repeats: int
@@ -58,7 +55,7 @@ class Spread:
 
     @classmethod
     def of(cls, measured: Sequence[float], unit: str) -> Spread:
-        """Median, quartiles (inclusive method) and range of `measured`."""
+        """Median, quartiles (inclusive method) and range of the measurements."""
         if not measured:
             raise ConfigError("measured", [], "at least one measurement")
         ordered = sorted(measured)
@@ -72,7 +69,7 @@ Value = int | float | Spread
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case of a benchmark: a readable name, labels to select by, and the measurements."""
+    """One case of a benchmark: a readable name, labels to select by, and measurements."""
 
     case: str
     labels: dict[str, Label]
@@ -81,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """One run of one benchmark; see the top of this file."""
+    """The results of one run of a benchmark; the fields are described at the top of this file."""
 
     name: str
     command: str
@@ -106,8 +103,7 @@ def collect(
 ) -> Results:
     """Make the results of a run that has just ended; adds the date, the machine and the commit.
 
-    Args:
-        code: the result of `commit()` when the run began; None: the result of `commit()` now.
+    code: the result of `commit()` when the run began; None: its result now
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
     code = code or commit()
@@ -130,7 +126,7 @@ def write_file(results: Results, path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text. If this is interrupted, the file keeps its former text."""
+    """Replace a file's text; if this is interrupted, the file keeps the former text."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
@@ -153,14 +149,10 @@ def read(path: Path) -> Results:
     """Read and check a results file."""
     data = json.loads(path.read_text(encoding="utf-8"))
     validate(data)
-    rows = [
-        Row(
-            row["case"],
-            row["labels"],
-            {k: Spread(**v) if isinstance(v, dict) else v for k, v in row["values"].items()},
-        )
-        for row in data.pop("rows")
-    ]
+    rows = []
+    for row in data.pop("rows"):
+        spreads = {k: Spread(**v) for k, v in row["values"].items() if isinstance(v, dict)}
+        rows.append(Row(row["case"], row["labels"], row["values"] | spreads))
     return Results(rows=rows, **data)
 
 
@@ -195,13 +187,12 @@ def validate(data: Mapping[str, Any]) -> None:
 def _has(
     field_name: str, data: Mapping[str, Any], names: set[str], optional: Set[str] = frozenset()
 ) -> None:
-    """Raise `ConfigError` unless `data` has all fields `names`, and no others but `optional`."""
+    """Raise `ConfigError` unless `data` has all fields `names`, and at most `optional` besides."""
     if not names <= set(data) <= names | optional:
         raise ConfigError(field_name, sorted(data), f"an object of {', '.join(sorted(names))}")
 
 
 def _check_value(field_name: str, value: Any) -> None:
-    """Raise `ConfigError` unless a value is a number or a valid spread."""
     if isinstance(value, Mapping):
         _has(field_name, value, set(Spread.__slots__))
         order = [value[k] for k in ("min", "q1", "median", "q3", "max")]
@@ -213,7 +204,7 @@ def _check_value(field_name: str, value: Any) -> None:
 
 def hardware() -> dict[str, Any]:
     """The properties of this machine that explain figures."""
-    import torch  # not at the top: the import takes two seconds, before a command shows its status
+    import torch  # not at the top: it takes two seconds, before a command can show a status
 
     from foretoken.ops import get_backend, unavailable
 
@@ -233,8 +224,8 @@ def hardware() -> dict[str, Any]:
 def read_bandwidth(device: torch.device | str = "cpu") -> float:
     """GB/s at which a device reads its memory: the best of five passes.
 
-    On a CPU all of PyTorch's threads read 512 MiB. Machines with the same name differ threefold in
-    this speed, which decides the time of a decode step. On a GPU 1 GiB is read ten times per pass,
+    Machines with the same name differ threefold in this speed, which decides the time of a decode
+    step. On a CPU all of PyTorch's threads read 512 MiB. On a GPU 1 GiB is read ten times per pass,
     so that the time of launching does not matter.
 
     Raises:
@@ -270,17 +261,14 @@ def _cpu_name() -> str:
 
 
 def commit(source: Path = Path(__file__)) -> tuple[str, bool]:
-    """The commit of this code, and whether the code differs from the commit.
-
-    ("unknown", False) if the code is not in its git repository, for example if it was installed.
-    """
+    """The commit of this code, and whether the code differs from it; ("unknown", False) if none."""
 
     def git(*args: str, folder: Path = source.parent) -> str:
         command = ["git", "-C", str(folder), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        # Fails if this file is only a copy inside another repository.
+        # This fails if the file is only a copy inside another repository.
         git("ls-files", "--error-unmatch", source.name)
         code = ("src", "benchmarks/*.py", "pyproject.toml")
         changed = git(
@@ -292,9 +280,9 @@ def commit(source: Path = Path(__file__)) -> tuple[str, bool]:
 
 
 def stem(output: Sequence[str], default: str) -> str:
-    """The name of results: the stem of the first JSON file in `output`, or else of `default`.
+    """The name of results: the stem of the first JSON file in `output`, or else `default`.
 
-    In lower case; characters other than letters and digits become underscores.
+    It is in lower case, with underscores in place of other characters than letters and digits.
     """
     path = next((path for path in output if path.endswith(".json")), default)
     name = Path(path).stem.lower()

@@ -12,10 +12,7 @@ from foretoken.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A piece of code from a package that neither model of the pair saw in training.
-
-    `id` never changes; `prompt` is the beginning of the piece, `reference` its continuation.
-    """
+    """Code that neither model of the embedded pair saw in training: `prompt`, then `reference`."""
 
     id: str
     package: str
@@ -27,7 +24,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutChat:
-    """A conversation without its answer, about everyday things (`chat`) or programs (`code`)."""
+    """A conversation without the answer, about everyday things (`chat`) or programs (`code`)."""
 
     id: str
     kind: str
@@ -45,7 +42,7 @@ def heldout(limit: int | None = None) -> list[HeldOut]:
     if limit is None:
         return prompts
     if not 1 <= limit <= len(prompts):
-        raise ConfigError("limit", limit, f"in [1, {len(prompts)}], the prompts there are")
+        raise ConfigError("limit", limit, f"in [1, {len(prompts)}], the number of prompts")
     return prompts[:limit]
 
 

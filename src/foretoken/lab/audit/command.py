@@ -1,4 +1,4 @@
-"""`foretoken audit`: makes the subjects, shows progress and the table, writes the files."""
+"""`foretoken audit`: make the subjects, show progress and findings, write the files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from typing import Any
 from foretoken.engine.devices import choose_backend, choose_device
 from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.audit.engine import EngineAudit, draft_reference, reference_of
-from foretoken.lab.audit.evidence import CONFIDENCE, Evidence, Source
+from foretoken.lab.audit.evidence import CONFIDENCE, Evidence, Tally
 from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
 from foretoken.lab.audit.options import AuditOptions
 from foretoken.lab.audit.reference import Reference
 from foretoken.lab.audit.server import Client, ServerAudit
-from foretoken.lab.audit.subjects import Subject, backend_subject, bind, callable_subject, load
+from foretoken.lab.audit.subjects import (
+    Subject,
+    backend_subject,
+    bind,
+    callable_subject,
+    load_verifier,
+)
 from foretoken.lab.audit.verdict import INCONCLUSIVE, Finding, audit
 from foretoken.lab.plot import Axes, Bar, Series, bar_chart, line_chart
 from foretoken.lab.reporter import Reporter, Section, Table
@@ -32,9 +38,9 @@ MEANING = [
     "The evidence is an average of e-values: above 1/alpha it refutes, however often it is read. "
     "Checks and several subjects share alpha.",
     f"TV bounds of all sources of a subject hold together with {CONFIDENCE:.0%} confidence.",
-    "The G-test's p-value is that of the draws there are; it does not correct for stopping.",
-    "accepted: drafts per draw, which is a token of an engine and a first round of a toy, beside "
-    "what `standard` and the best lossless rule accept.",
+    "The G-test's p-value does not correct for the choice of when to stop.",
+    "accepted, standard, best: mean numbers of drafts that the subject, `standard` and the best "
+    "lossless rule accept, per token of an engine or per first round of a toy.",
 ]
 
 
@@ -42,43 +48,39 @@ def table(findings: Sequence[Finding]) -> Table:
     """A table with one line per source of each subject."""
     lines = []
     for finding in findings:
-        sources = finding.evidence.sources
-        for source in sources:
-            mean, reach, best = source.acceptance
-            cells = [finding.subject.name, source.model.name, f"{source.draws:,}"]
-            cells += [f"{source.distance_bound(len(sources)):.4f}", f"{source.p_value:.3g}"]
-            if source.model.rounds > 0 and source.draws > 0:
-                cells += [f"{mean:.3f} ± {reach:.3f}", f"{source.usual:.3f}", f"{best:.3f}"]
+        tallies = finding.evidence.tallies
+        for tally in tallies:
+            mean, half_width, best = tally.acceptance
+            cells = [finding.subject.name, tally.source.name, f"{tally.draws:,}"]
+            cells += [f"{tally.distance_bound(len(tallies)):.4f}", f"{tally.p_value:.3g}"]
+            if tally.source.num_drafts > 0 and tally.draws > 0:
+                cells += [f"{mean:.3f} ± {half_width:.3f}", f"{tally.usual:.3f}", f"{best:.3f}"]
             lines.append(cells + [""] * (len(HEADER) - len(cells)))
     return Table(HEADER, lines)
 
 
 def row(finding: Finding) -> Row:
     """The row of one subject in a results file."""
-    evidence, num = finding.evidence, len(finding.evidence.sources)
-    labels: dict[str, Label] = {
-        "verdict": finding.verdict,
-        "refuted": finding.refuted,
-        "bug": finding.bug,
-        "complete": finding.complete,
-        "accepts_less": evidence.accepts_less is not None,
-    }
+    evidence, num = finding.evidence, len(finding.evidence.tallies)
+    labels: dict[str, Label] = {"verdict": finding.verdict, "refuted": finding.refuted}
+    labels |= {"bug": finding.bug, "complete": finding.complete}
+    labels["accepts_less"] = evidence.accepts_less is not None
     labels |= {f"check_{i}": line for i, line in enumerate([*finding.exact, *finding.notes], 1)}
     values: dict[str, Value] = {"draws": evidence.draws, "log10_e_value": evidence.log10_e}
     if evidence.refuted_at is not None:
         values["draws_to_refute"] = evidence.refuted_at
     if finding.error is not None:
         values["enumerated_error"] = finding.error
-    for source in evidence.sources:
-        name = source.model.name
-        values[f"{name}_draws"] = source.draws
-        values[f"{name}_tv"] = source.distance
-        values[f"{name}_tv_bound"] = source.distance_bound(num)
-        values[f"{name}_p_value"] = source.p_value
-        if source.model.rounds:
-            values[f"{name}_accepted"] = source.acceptance[0]
-            values[f"{name}_standard"] = source.usual
-            values[f"{name}_best"] = source.acceptance[2]
+    for tally in evidence.tallies:
+        name = tally.source.name
+        values[f"{name}_draws"] = tally.draws
+        values[f"{name}_tv"] = tally.distance
+        values[f"{name}_tv_bound"] = tally.distance_bound(num)
+        values[f"{name}_p_value"] = tally.p_value
+        if tally.source.num_drafts:
+            values[f"{name}_accepted"] = tally.acceptance[0]
+            values[f"{name}_standard"] = tally.usual
+            values[f"{name}_best"] = tally.acceptance[2]
     return Row(finding.subject.name, labels, values)
 
 
@@ -93,23 +95,22 @@ def results(
 
 
 def sections(findings: Sequence[Finding]) -> list[Section]:
-    """A section per subject, with charts of the evidence and of the source that differs most.
+    """A section per subject: charts of the evidence and of the source that differs most.
 
-    Charts of its other sources are folded.
+    Charts of other sources are folded.
     """
     result = []
     for finding in findings:
-        sources = sorted(finding.evidence.sources, key=lambda source: source.p_value)
-        outcomes = [_outcomes(finding, source) for source in sources if source.draws]
-        evidence = [_path(finding)] if finding.evidence.draws else []
+        tallies = sorted(finding.evidence.tallies, key=lambda tally: tally.p_value)
+        outcomes = [_outcome_chart(finding, tally) for tally in tallies if tally.draws]
+        evidence = [_evidence_chart(finding)] if finding.evidence.draws else []
         lines = [finding.verdict, *finding.exact, *finding.notes]
         charts = [*evidence, *outcomes[:1]]
         result.append(Section(finding.subject.name, lines, charts, outcomes[1:]))
     return result
 
 
-def _path(finding: Finding) -> str:
-    """A chart of a subject's evidence by number of draws."""
+def _evidence_chart(finding: Finding) -> str:
     evidence = finding.evidence
     limit = -math.log10(evidence.alpha)
     path = [(0, 0.0), *((n, max(log, 0.0)) for n, log in evidence.path)]
@@ -124,19 +125,18 @@ def _path(finding: Finding) -> str:
     return line_chart(title, axes, lines, level=("limit: refuted above", limit), note=note)
 
 
-def _outcomes(finding: Finding, source: Source) -> str:
+def _outcome_chart(finding: Finding, tally: Tally) -> str:
     """A chart of the outcomes drawn from a source, compared with the target's distribution."""
-    shown, draws = source.model.shown, source.draws
-    names = shown.names or [*map(str, range(len(source.counts)))]
-    shares, targets = source.counts / draws, source.expected / draws
+    plot, draws = tally.source.plot, tally.draws
+    names = plot.names or [*map(str, range(len(tally.counts)))]
+    shares, targets = tally.counts / draws, tally.expected / draws
+    columns = (names, *(column.tolist() for column in (shares, targets, tally.half_widths)))
     bars = [
-        Bar(name, shown.axis, {"drawn": share}, target, (max(target - reach, 0), target + reach))
-        for name, share, target, reach in zip(
-            names, shares.tolist(), targets.tolist(), source.half_widths.tolist(), strict=True
-        )
+        Bar(name, plot.axis, {"drawn": share}, target, (max(target - width, 0), target + width))
+        for name, share, target, width in zip(*columns, strict=True)
     ]
-    title = f"{finding.subject.name}: source `{source.model.name}`"
-    note = f"{draws:,} draws. {shown.about}"
+    title = f"{finding.subject.name}: source `{tally.source.name}`"
+    note = f"{draws:,} draws. {plot.about}"
     mark = f"target, and where {CONFIDENCE:.0%} of right shares are"
     return bar_chart(title, "share of the draws", bars, mark=mark, note=note)
 
@@ -147,26 +147,20 @@ RULES = (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED)
 
 @dataclass(frozen=True)
 class AuditScope:
-    """What one call of the command audits.
+    """What one call of the command audits."""
 
-    Attributes:
-        parts: kinds of subjects, see `AuditOptions.parts`.
-        engine: options of an `LLM`; an audit of operators reads only `backend` and `device`.
-        params: sampling parameters of an engine's requests.
-    """
-
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # kinds of subjects, see `AuditOptions.parts`
     options: AuditOptions
-    engine: Mapping[str, Any]
-    params: SamplingParams
+    engine: Mapping[str, Any]  # options of an `LLM`, of which some parts read only a few
+    params: SamplingParams  # sampling parameters of an engine's requests
 
     def subjects(self, status: Status) -> Iterator[Subject]:
-        """The subjects, each made only when it is needed; `status` shows slow preparations."""
+        """Make each subject when it is needed; `status` shows slow preparations."""
         seed = self.options.seed
         for part in self.parts:
             if part == "callable":
                 name = str(self.options.callable)
-                yield callable_subject(name, load(name), seed)
+                yield callable_subject(name, load_verifier(name), seed)
             elif part == "gallery":
                 for name in (*LOSSLESS, *(bug.key for bug in BUGS)):
                     yield callable_subject(name, bind(member(name)), seed)
@@ -180,7 +174,6 @@ class AuditScope:
                 yield subject
 
     def _operators(self) -> Iterator[Subject]:
-        """The operators of a backend, under each lossless rule."""
         device = choose_device(self.engine.get("device", "auto"))
         backend = choose_backend(self.engine.get("backend", "auto"), device)
         for rule in RULES:
@@ -188,21 +181,19 @@ class AuditScope:
             yield backend_subject(name, backend, device, rule, self.options.seed, alpha=self.alpha)
 
     def _engine(self, status: Status) -> Iterator[Subject]:
-        """An engine in this process, which is loaded with its references."""
         with ExitStack() as stack:
-            with status(f"Loading {self.engine['model']}, and what it is compared with"):
+            with status(f"Loading {self.engine['model']} and a reference of it"):
                 from foretoken.llm import LLM
 
                 llm = stack.enter_context(LLM(**self.engine))
                 reference = reference_of(llm)
-                drafted = draft_reference(llm, reference)
-            audit = EngineAudit(llm, self.params, reference, self.options.seed, drafted, self.alpha)
+                draft = draft_reference(llm, reference)
+            audit = EngineAudit(llm, self.params, reference, self.options.seed, draft, self.alpha)
             speculation = llm.config.speculative_config
             drafter = speculation.method if speculation else "no drafter"
             yield audit.subject(f"{Path(llm.config.model).name}, {drafter}")
 
     def _server(self) -> Subject:
-        """A server, compared with a reference of the checkpoint that it serves."""
         client = Client(str(self.options.url), self.options.api_key)
         model, revision = self.engine["model"], self.engine.get("revision")
         reference = Reference(model, revision)
@@ -212,7 +203,7 @@ class AuditScope:
 
     @property
     def alpha(self) -> float:
-        """alpha of one subject; the chance of any false refutation is at most `options.alpha`."""
+        """alpha of one subject: subjects share `options.alpha`, except in the gallery."""
         num = sum({"operators": len(RULES)}.get(part, 1) for part in self.parts)
         return self.options.alpha / (1 if self.options.gallery else num)
 
@@ -235,8 +226,8 @@ class Command:
                 self._finish(scope)
         stopped = [finding.stopped for finding in self.findings if finding.stopped]
         if stopped and not any(finding.refuted for finding in self.findings):
-            bound = "a server that answers to the end of the audit"
-            raise ConfigError("url", scope.options.url, bound, f"It did not: {stopped[0]}.")
+            bound = "a server that answers until the audit ends"
+            raise ConfigError("url", scope.options.url, bound, f"Restart it: {stopped[0]}.")
         if scope.options.gallery:  # each bug must be named; lossless members must have none
             names = [(f.bug, f.subject.name) for f in self.findings]
             return int(any(bug != (None if name in LOSSLESS else name) for bug, name in names))
@@ -245,12 +236,11 @@ class Command:
         return 2 if any(f.verdict.startswith(INCONCLUSIVE) for f in self.findings) else 0
 
     def _audit(self, subject: Subject, scope: AuditScope) -> None:
-        """Audit a subject with a progress bar, and show its finding."""
-        finding = Finding(subject, Evidence(subject.models, scope.alpha * subject.drawn))
+        finding = Finding(subject, Evidence(subject.sources, scope.alpha * subject.draw_share))
         draws = scope.options.draws or subject.budget
         self.findings.append(finding)
         try:
-            first = "" if subject.exact is None else "what is checked without draws"
+            first = "" if subject.exact is None else "checks without draws"
             with self._reporter.progress(draws, f"draws of `{subject.name}`", first) as report:
                 audit(subject, draws, lambda done: report(done, "" if done else first), finding)
         except RequestError:  # the subject's output cannot be audited
@@ -259,7 +249,6 @@ class Command:
         self._say(finding)
 
     def _say(self, finding: Finding) -> None:
-        """Show a finding."""
         self._num_shown += 1
         style = "bold red" if finding.refuted else "bold"
         self._reporter.say(f"{finding.subject.name}: {finding.verdict}", style)
@@ -267,7 +256,7 @@ class Command:
             self._reporter.say(f"  {note}")
 
     def _finish(self, scope: AuditScope) -> None:
-        """Show findings that are not shown yet, then the table; write the files."""
+        """Show an interrupted audit's finding, then the table; write the files."""
         options = scope.options
         values = {name: getattr(options, name) for name in ("draws", "alpha", "seed")}
         shapes = {"of": ", ".join(scope.parts), **values}

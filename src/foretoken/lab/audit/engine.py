@@ -1,12 +1,11 @@
 """A live engine compared with the reference's probabilities, token by token.
 
-The distribution of every token is known, so that no second sample is needed. If the engine is
-lossless, a token's rank in its distribution is uniform (`reference.ranks`), whatever the text
-before it. The exception is a token that is known to end a round: it may have replaced a draft. If
-the draft model can be loaded, too, q is known; then it is known how many drafts `standard` or
-`block` accepts, and from which distribution a rejected draft is replaced. At temperature 0 each
-token must be the likeliest, except at numeric ties. `coupled` must give the same text without
-drafts. Every sampling parameter must take effect.
+If the engine is lossless, a token's rank in the reference's distribution is uniform
+(`reference.ranks`), whatever the text before it. (Given that a token ends a round this does not
+hold: it may have replaced a draft.) With a reference of the draft model, q is known, too: then the
+number of accepted drafts and the replacements of rejected drafts have known distributions. At
+temperature 0 each token must be the likeliest, except at numeric ties. `coupled` must give the same
+text without drafts. Every sampling parameter must take effect.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ import torch
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.drafting.vocabulary import BUILT_IN_DRAFTS
 from foretoken.errors import ConfigError
-from foretoken.lab.audit.evidence import ALPHA, Model, PlotText
-from foretoken.lab.audit.gallery import after_the_same_race, block_keeps, residual
+from foretoken.lab.audit.evidence import ALPHA, PlotText, Source
+from foretoken.lab.audit.gallery import after_the_same_race, mean_accepted_by_block, residual
 from foretoken.lab.audit.reference import Reference, Text, check_known, edited, filtered, ranks
-from foretoken.lab.audit.subjects import Checks, Subject, checked
+from foretoken.lab.audit.subjects import Checks, Subject, run_checks
 from foretoken.lab.workloads import heldout
 from foretoken.models.causal_lm import ModuleNetwork
 from foretoken.ops.stack import Dense, rounds_rows
@@ -35,58 +34,52 @@ from foretoken.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from foretoken.llm import LLM
 
-CELLS, SIDE = 16, 4
+CELLS, SIDE = 16, 4  # cells: sixteenths of one number, or pairs of quarters of two numbers
 FLAT = np.full(CELLS, 1 / CELLS)
-LENGTH, PROMPT_TOKENS, BATCH = 16, 32, 32
+LENGTH, PROMPT_TOKENS, BATCH = 16, 32, 32  # tokens of a text and of a prompt; requests at a time
 NEAR_TIE = 1e-4  # closer logits may change their order between passes over 1 row and K + 1 rows
 FEW: dict[str, Any] = {"top_k": 3, "top_p": 1.0, "min_p": 0.0}  # two or three outcomes per token
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.5},
-    "top_k": {"top_k": 2},
-    "top_p": {"top_p": 0.5},
-    "min_p": {"min_p": 0.3},
-    "presence_penalty": {"presence_penalty": 2.0},
-    "frequency_penalty": {"frequency_penalty": 2.0},
-    "repetition_penalty": {"repetition_penalty": 1.5},
-    "logit_bias": {"logit_bias": {}},  # `_value` fills in the likeliest tokens
-    "allowed_token_ids": {"allowed_token_ids": ()},  # `_value` fills in half of all tokens
-}
+CHANGES: dict[str, Any] = {
+    "temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.3, "presence_penalty": 2.0,
+    "frequency_penalty": 2.0, "repetition_penalty": 1.5,
+    "logit_bias": {}, "allowed_token_ids": (),  # `_values` fills in token ids
+}  # fmt: skip
+PARAMETERS = {name: {name: value} for name, value in CHANGES.items()}
 RANK = "A token's rank is where it fell in the distribution that the target's module computes there"
-UNRELATED = "all pairs are as frequent, if the two know nothing of each other."
-WITHIN = "among outcomes with one first digit all are as frequent."
+UNRELATED = "all pairs are equally frequent if the two numbers are independent."
+WITHIN = "all outcomes with the same first digit are equally frequent."
 
 
-def _in_pairs(about: str) -> PlotText:
+def _plot_of_pairs(about: str) -> PlotText:
     names = [f"{first}{second}" for first in range(SIDE) for second in range(SIDE)]
     return PlotText("two quarters: of the first, of the second", about, names)
 
 
-SHOWN = {
+PLOTS = {
     "tokens": PlotText(
-        "rank, in sixteenths", f"{RANK}: as often in each sixteenth, if tokens are drawn from it."
+        "rank, in sixteenths",
+        f"{RANK}: each sixteenth is equally frequent if tokens are drawn from it.",
     ),
-    "neighbours": _in_pairs(f"Ranks of a token and the next one. {RANK}: {UNRELATED}"),
-    "requests": _in_pairs(f"Ranks of tokens of two requests that run side by side: {UNRELATED}"),
-    "uniforms after ranks": _in_pairs(
+    "neighbours": _plot_of_pairs(f"Ranks of a token and the next one. {RANK}: {UNRELATED}"),
+    "requests": _plot_of_pairs(f"Ranks of tokens of two requests in one batch: {UNRELATED}"),
+    "uniforms after ranks": _plot_of_pairs(
         f"A token's rank, then the random number that tests the next draft: {WITHIN}"
     ),
-    "uniforms in turn": _in_pairs(
+    "uniforms in turn": _plot_of_pairs(
         f"Random numbers that tested drafts of two rounds in turn: {WITHIN}"
     ),
     "two or three outcomes": PlotText(
         "rank, in sixteenths",
-        f"As `tokens`, under top_k {FEW['top_k']}, where each draw decides between few. {RANK}.",
+        f"As `tokens`, under top_k {FEW['top_k']}, which leaves few tokens to draw from. {RANK}.",
     ),
 }
-MOST_WAVES = 8  # number of waves of 256 tokens in which a parameter must show its effect
+MAX_BATCHES = 8  # of 256 tokens each, in which a parameter must show its effect
 MIXED = 0.01  # weight of the other distribution in each mixture of `_gain`
-DRAWN = 0.5  # share of alpha for the draws; the checks of parameters share the rest
+DRAW_SHARE = 0.5  # share of alpha for the draws; the checks of parameters share the rest
 DRAWS = 12_000  # half a minute for the embedded pair on two cores
-EDITS = {
-    "logit_bias": None, "allowed_token_ids": None, "repetition_penalty": 1.0,
-    "presence_penalty": 0.0, "frequency_penalty": 0.0,
-}  # fmt: skip
-ODDS = 0.01  # weight of shared noise in the null's probability, which bounds the likelihood ratio
+PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+EDITS = {"logit_bias", "allowed_token_ids", *PENALTIES}
+ODDS = 0.01  # weight of the bug `shared_noise` in the null, so that its ratio is at most 1 / ODDS
 TINY = 1e-30
 
 
@@ -97,18 +90,15 @@ class EngineAudit:
         llm: the engine, with any model, drafter and lossless rule.
         params: temperature, filters, edits, rule, K. The audit sets length, stopping and seed.
         reference: a reference of the engine's checkpoint.
-        drafted: a reference of the draft model's checkpoint, see `draft_reference`; None: q is not
-            known.
-        alpha: upper bound of the probability that a lossless engine is refuted, by draws or
-            parameters.
-
-    Attributes, which a subclass may set:
-        batch: number of requests at a time.
-        parameters: the sampling parameters to check, each with the change that it makes.
-        waves: most batches of half the size for each of these parameters.
+        draft: a reference of the draft model's checkpoint, see `draft_reference`; None: q is
+            unknown.
+        alpha: upper bound of the probability that a lossless engine is refuted.
     """
 
-    batch, parameters, waves = BATCH, PARAMETERS, MOST_WAVES
+    # A subclass may set all three.
+    batch = BATCH  # number of requests at a time
+    parameters = PARAMETERS  # the sampling parameters to check, each with the change that it makes
+    max_batches = MAX_BATCHES  # upper bound of the half-sized batches that check one parameter
 
     def __init__(
         self,
@@ -116,14 +106,14 @@ class EngineAudit:
         params: SamplingParams,
         reference: Reference,
         seed: int = 0,
-        drafted: Reference | None = None,
+        draft: Reference | None = None,
         alpha: float = ALPHA,
     ) -> None:
         check_lossless(llm, params)
         check_known(params)
         self.llm, self.reference = llm, reference
-        unedited = all(getattr(params, name) == value for name, value in EDITS.items())
-        self.drafted = drafted if unedited else None  # the engine decides how edits change q
+        unedited = all(getattr(params, name) == getattr(SamplingParams(), name) for name in EDITS)
+        self.draft = draft if unedited else None  # the engine decides how edits change q
         self.params = replace(params, max_tokens=LENGTH, ignore_eos=True, trace=True, logprobs=None)
         self.seed, self.alpha, self._num_requests = seed, alpha, 0
         self.generator = torch.Generator().manual_seed(seed)
@@ -140,10 +130,7 @@ class EngineAudit:
         self._p: list[torch.Tensor] = []
 
     def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
-        """`count` completions of the prompts in turn.
-
-        first: the first seed; None: new seeds
-        """
+        """`count` completions; `first` is the first seed, None: seeds that are not used yet."""
         start = self._num_requests if first is None else first
         self._num_requests += count * (first is None)
         seeded = [replace(params, seed=(self.seed << 32) + start + i) for i in range(count)]
@@ -158,40 +145,32 @@ class EngineAudit:
         ]
 
     def ranked(self, params: SamplingParams, count: int) -> tuple[list[Text], torch.Tensor]:
-        """New texts, and the ranks of their tokens, [texts, LENGTH]."""
+        """New texts, and the ranks of the generated tokens, [texts, LENGTH]."""
         texts = self.texts(params, count)
         self._p = self.reference.probabilities(texts, params)
-        ranks_of_texts = [
-            ranks(p_RV, text.output, self.generator)
-            for p_RV, text in zip(self._p, texts, strict=True)
-        ]
-        return texts, torch.stack(ranks_of_texts)
+        rows = zip(self._p, texts, strict=True)
+        return texts, torch.stack([ranks(p, text.output, self.generator) for p, text in rows])
 
     def subject(self, name: str) -> Subject:
-        """The subject of this audit.
-
-        Its sources are ranks of single tokens, ranks in pairs, uniforms in pairs, and ranks of
-        tokens that have few outcomes.
-        """
+        """The audit as a subject; at temperature 0 it has no draws, only checks."""
         samples = self.params.temperature > 0
-        bugs = {} if self.drafted is None else {"residual_is_p": FLAT, "shared_noise": FLAT}
-        rounds, rule = self._drafts_of_an_outcome()
+        bugs = {} if self.draft is None else {"residual_is_p": FLAT, "shared_noise": FLAT}
+        num_drafts, rule = self._drafts_per_outcome()
         null_in_group = np.full(CELLS, 1 / SIDE)
-        models = [
-            Model("tokens", FLAT, bugs, rounds, together=LENGTH, usual_rule=rule),
-            Model("neighbours", FLAT, {}, together=LENGTH // 2),
-            Model("requests", FLAT, {}, together=LENGTH),
-            Model("uniforms after ranks", null_in_group, {}, together=LENGTH, groups=SIDE),
-            Model("uniforms in turn", null_in_group, {}, together=LENGTH, groups=SIDE),
-            Model("two or three outcomes", FLAT, {}, together=LENGTH),
+        sources = [
+            Source("tokens", FLAT, bugs, num_drafts, cluster=LENGTH, usual_rule=rule),
+            Source("neighbours", FLAT, {}, cluster=LENGTH // 2),
+            Source("requests", FLAT, {}, cluster=LENGTH),
+            Source("uniforms after ranks", null_in_group, {}, cluster=LENGTH, groups=SIDE),
+            Source("uniforms in turn", null_in_group, {}, cluster=LENGTH, groups=SIDE),
+            Source("two or three outcomes", FLAT, {}, cluster=LENGTH),
         ]
-        models = [model._replace(shown=SHOWN[model.name]) for model in models]
-        return Subject(
-            name, models if samples else [], self._draw, self.checks, self.batch, DRAWS, drawn=DRAWN
-        )
+        sources = [source._replace(plot=PLOTS[source.name]) for source in sources if samples]
+        subject = Subject(name, sources, self._draw, self.checks, self.batch, DRAWS)
+        return subject._replace(draw_share=DRAW_SHARE)
 
-    def _draw(self, number: int, trials: int, wave: int) -> tuple[Any, ...]:
-        """Outcomes of model `number`; all except the last are of the texts that model 0 draws."""
+    def _draw(self, number: int, trials: int, batch: int) -> tuple[Any, ...]:
+        """Outcomes of a source. Source 0 draws texts, which all sources but the last one use."""
         if number == 0:
             self._texts, self._ranks = self.ranked(self.params, self.batch)
             return (cells(self._ranks), *self._acceptance())
@@ -203,8 +182,8 @@ class EngineAudit:
             return (self._uniforms()[number - 3],)
         return (cells(self.ranked(replace(self.params, **FEW), self.batch)[1]),)
 
-    def _drafts_of_an_outcome(self) -> tuple[int, str]:
-        """The largest number of accepted drafts in one outcome of `_acceptance`, and the rule."""
+    def _drafts_per_outcome(self) -> tuple[int, str]:
+        """The largest number of accepted drafts per token as `_acceptance` counts, and the rule."""
         speculation = self.llm.config.speculative_config
         if speculation is None:
             return 1, "standard"
@@ -214,9 +193,9 @@ class EngineAudit:
     def _block_acceptance(self) -> tuple[Any, Any]:
         """By token: the number of accepted drafts, and their expected number under `block`.
 
-        The numbers of a round are at its last token; they are 0 at all other tokens. p and q are
-        computed along all drafts of a round, including drafts after a rejected draft. Where q is
-        neither one-hot nor known, the engine's own thresholds are used.
+        A round is counted at its last token, other tokens have 0. p and q are computed along all
+        drafts of a round, including drafts after a rejected draft. If q is neither one-hot nor
+        known, the thresholds come from the engine.
         """
         num_accepted, paths = np.zeros((len(self._texts), LENGTH), dtype=int), []
         expected = np.zeros(num_accepted.shape)
@@ -225,43 +204,41 @@ class EngineAudit:
                 num_accepted[number, last] = sum(draft.origin == "accepted" for draft in drafts)
                 ids = [draft.token_id for draft in drafts]
                 path = Text(text.prompt, [*text.output[:first], *ids])
-                if drafts[0].q is None or self.drafted is not None:
+                if drafts[0].q is None or self.draft is not None:
                     paths.append((number, first, last, drafts, path))
                 else:
                     chance_to_fail = 1 - np.array([draft.threshold for draft in drafts])
                     expected[number, last] = (1 - chance_to_fail[::-1].cumprod()).sum()
         texts = [path for *_, path in paths]
         p = self.reference.probabilities(texts, self.params)
-        q = self.drafted.probabilities(texts, self.params) if self.drafted else p
+        q = self.draft.probabilities(texts, self.params) if self.draft else p
         for (number, first, last, drafts, _), p_RV, q_RV in zip(paths, p, q, strict=True):
             ids = [draft.token_id for draft in drafts]
             # q must not be 0 for a draft, which rounding may put outside the reference's filters.
             q_KV = np.maximum(q_RV[first:].numpy(), TINY)
             if drafts[0].q is None:
                 q_KV = one_hot(ids, q_KV.shape[1])
-            expected[number, last] = block_keeps(p_RV[first:].numpy(), q_KV, ids)
+            expected[number, last] = mean_accepted_by_block(p_RV[first:].numpy(), q_KV, ids)
         return num_accepted.flatten(), expected.flatten()
 
     def _acceptance(self) -> tuple[Any, ...]:
-        """By token: number of accepted drafts, its expected value, likelihood ratios of two bugs.
-
-        A draft without a q of its own was not drawn: its q is one-hot.
+        """By token: number of accepted drafts, expected number, likelihood ratios of two bugs.
 
         Under the bug `residual_is_p`, a token has probability min(p, q), plus p times the chance
-        that a draft is rejected; without the bug its probability is p, under any rule. The bug
-        `shared_noise` affects only tokens in place of drafts that the engine verified with q.
+        that a draft is rejected; without the bug its probability is p. The bug `shared_noise`
+        affects only tokens in place of sampled drafts.
         """
-        if self._drafts_of_an_outcome()[1] == "block":
+        if self._drafts_per_outcome()[1] == "block":
             return self._block_acceptance()
-        if self.drafted is None:
+        if self.draft is None:
             return accepted(self._texts, self._p)
         num_accepted, expected, plain_ratios, shared_ratios = [], [], [], []
-        q = self.drafted.probabilities(self._texts, self.params)
+        q = self.draft.probabilities(self._texts, self.params)
         for text, p_RV, q_RV in zip(self._texts, self._p, q, strict=True):
             for p_V, q_V, record in zip(p_RV.numpy(), q_RV.numpy(), text.trace, strict=True):
                 draft, token = decided_draft(record), record.token_id
                 is_accepted = record.origin == "accepted"
-                if draft is not None and draft.q is None:
+                if draft is not None and draft.q is None:  # a draft that was not sampled
                     q_V = one_hot([draft.token_id], len(q_V))[0]
                 overlap = np.minimum(p_V, q_V).sum()
                 num_accepted.append(int(is_accepted))
@@ -271,8 +248,8 @@ class EngineAudit:
                     chance = min(p_V[token], q_V[token]) + (1 - overlap) * p_V[token]
                     plain_ratio = chance / p_V[token]
                 if draft is not None and not is_accepted and draft.q is not None:
-                    rest_V, shared = residual(p_V, q_V), after_the_same_race(p_V, q_V)[token]
-                    null = rest_V[token] / rest_V.sum()
+                    residual_V, shared = residual(p_V, q_V), after_the_same_race(p_V, q_V)[token]
+                    null = residual_V[token] / residual_V.sum()
                     shared_ratio = shared / max((1 - ODDS) * null + ODDS * shared, TINY)
                 plain_ratios.append(plain_ratio)
                 shared_ratios.append(shared_ratio)
@@ -280,12 +257,12 @@ class EngineAudit:
         return np.array(num_accepted), np.array(expected), ratios
 
     def _uniforms(self) -> tuple[Any, Any]:
-        """Pairs of numbers, as cells; the second number is the uniform of a round's first draft.
+        """The cells of two kinds of pairs; the second number is a round's first uniform.
 
-        The first number is the rank of the token before the draft, or the uniform that decided last
-        in the round before. Of a round only the first uniform is used, since it decides whether
-        `block` reads further uniforms. Where a round is known to have ended, neither ranks nor
-        uniforms are distributed uniformly.
+        The first number is the rank of the token before the round, or the last uniform that was
+        read in the previous round. A round's later uniforms are left out: whether `block` reads
+        them depends on the first. Sources have groups by the first number, which is not uniform
+        given that a round ended there.
         """
         after_ranks: list[tuple[float, float]] = []
         in_turn: list[tuple[float, float]] = []
@@ -302,10 +279,8 @@ class EngineAudit:
         first, second = (pairs(x_N2[:, 0], x_N2[:, 1]) for x_N2 in pairs_N2)
         return first, second
 
-    # Checks without draws -------------------------------------------------------------------------
-
     def checks(self) -> Checks:
-        return checked(self.greedy, self._coupled, self._parameters)
+        return run_checks(self.greedy, self._coupled, self._parameters)
 
     def greedy(self) -> tuple[str | None, str]:
         params = replace(self.params, temperature=0.0)
@@ -313,8 +288,8 @@ class EngineAudit:
         return classify(texts, self.reference.logits(texts), params, self._ulp())
 
     def _ulp(self) -> float:
-        """The relative spacing of the engine's numbers: of its dtype, or of rounded inputs."""
-        if rounds(self.llm):
+        """The relative spacing of the engine's numbers: of the dtype, or of eight-bit inputs."""
+        if rounds_inputs(self.llm):
             return 1 / 127
         return float(torch.finfo(self.llm.engine.runner.model.dtype).eps)
 
@@ -333,17 +308,16 @@ class EngineAudit:
     def _parameters(self) -> tuple[str | None, str]:
         """Check that each sampling parameter, added to the audited parameters, has an effect.
 
-        The engine is refuted only if a parameter is shown to be ignored. If a parameter acts,
-        exp(-gain) is a supermartingale that starts at 1: with n parameters it *ever* exceeds
-        n/alpha with probability at most alpha/n.
+        If a parameter acts, exp(-gain) is a supermartingale that starts at 1: with n parameters it
+        *ever* exceeds n/alpha with probability at most alpha/n.
         """
-        limit = math.log(len(self.parameters) / ((1 - DRAWN) * self.alpha))
+        limit = math.log(len(self.parameters) / ((1 - DRAW_SHARE) * self.alpha))
         names_of: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "cannot tell here": []}
         params = replace(self.params, temperature=self.params.temperature or 1.0)
         for name, change in self.parameters.items():
-            other, gain = replace(params, **self._value(name, change)), 0.0
-            for _ in range(self.waves):
-                gain += self._gain(self.texts(other, self.batch // 2), other, params)
+            changed, gain = replace(params, **self._values(name, change)), 0.0
+            for _ in range(self.max_batches):
+                gain += self._gain(self.texts(changed, self.batch // 2), changed, params)
                 if abs(gain) > limit:
                     break
             acts, ignored, unclear = names_of.values()
@@ -352,7 +326,7 @@ class EngineAudit:
         bug = "parameter_ignored" if names_of["ARE IGNORED"] else None
         return bug, f"Sampling parameters: {'; '.join(parts)}."
 
-    def _value(self, name: str, change: dict[str, Any]) -> dict[str, Any]:
+    def _values(self, name: str, change: dict[str, Any]) -> dict[str, Any]:
         """The change of a parameter, with token ids of the model filled in."""
         if name == "allowed_token_ids":
             return {name: tuple(range(0, self.reference.vocabulary, 2))}
@@ -366,9 +340,9 @@ class EngineAudit:
     ) -> float:
         """Log-likelihood of all tokens under `params`, minus their log-likelihood under `without`.
 
-        Each distribution is mixed with a share `MIXED` of the other. So a token at the edge of a
-        filter, which rounding may move, contributes at most log(1/MIXED). For probabilities f and g
-        the ratio ((1 - m) g + m f) / ((1 - m) f + m g) is concave in g/f, and 1 where g/f = 1. By
+        Each of the two distributions f and g is mixed with a share m = `MIXED` of the other: a
+        token at the edge of a filter, which rounding may move, contributes at most log(1/m). The
+        ratio ((1 - m) g + m f) / ((1 - m) f + m g) is concave in g/f, and 1 where g/f = 1. By
         Jensen's inequality its mean under f is at most 1.
         """
         gain = 0.0
@@ -386,8 +360,8 @@ class EngineAudit:
 def check_lossless(llm: LLM, params: SamplingParams) -> None:
     """Raise `ConfigError` for a rule that is lossy by design."""
     speculation = llm.config.speculative_config
-    own = speculation.rejection_sample_method if speculation is not None else "standard"
-    if "synthetic" in (own, params.rejection_sample_method):
+    default = speculation.rejection_sample_method if speculation is not None else "standard"
+    if "synthetic" in (default, params.rejection_sample_method):
         field = "speculative_config.rejection_sample_method"
         bound = f"one of {', '.join(LOSSLESS_METHODS)} for an audit"
         remedy = "Synthetic acceptance is not lossless, by design."
@@ -399,10 +373,8 @@ def classify(
 ) -> tuple[str | None, str]:
     """Check that tokens at temperature 0 are the likeliest; returns a bug or None, and a line.
 
-    A token that is not the likeliest counts as a *numeric tie* if its logit is within `NEAR_TIE` of
-    the best, or within 4 units in the last place of the subject's dtype. Otherwise it is a *bug*.
-
-    ulp: relative size of a unit in the last place
+    A token that is not the likeliest is a *numeric tie* if its logit is within `NEAR_TIE` or 4 ulp
+    of the best, else a *bug*. `ulp` is the relative spacing of the subject's numbers.
     """
     tokens, ties, bugs, widest, in_ulps = 0, 0, 0, 0.0, 0.0
     for text, raw in zip(texts, logits, strict=True):
@@ -423,18 +395,18 @@ def classify(
 
 
 def cells(rank: torch.Tensor) -> Any:
-    """The cell of each rank: the sixteenth of [0, 1) in which it lies."""
+    """The cell of each rank: the index of a sixteenth of [0, 1)."""
     return (rank.flatten() * CELLS).long().clamp(max=CELLS - 1).numpy()
 
 
 def pairs(first: torch.Tensor, second: torch.Tensor) -> Any:
-    """The cell of each pair of ranks, which should be independent: the two quarters of [0, 1)."""
+    """The cell of each pair of numbers: the indices of two quarters of [0, 1)."""
     quarter = [(x.flatten() * SIDE).long().clamp(0, SIDE - 1) for x in (first, second)]
     return (quarter[0] * SIDE + quarter[1]).numpy()
 
 
 def decided_draft(record: Any) -> Any | None:
-    """The draft that `standard` accepted or replaced at this token, or None."""
+    """The draft that `standard` accepted or replaced at a token's trace `record`, or None."""
     if record.rule != "standard" or record.origin not in ("accepted", "resampled"):
         return None
     draft = record if record.origin == "accepted" else next(iter(record.dropped), None)
@@ -442,7 +414,7 @@ def decided_draft(record: Any) -> Any | None:
 
 
 def one_hot(ids: Sequence[int], vocabulary: int) -> Any:
-    """q of drafts that were not drawn: one-hot rows."""
+    """q of drafts that were not sampled: one-hot rows [len(ids), vocabulary]."""
     rows = np.zeros((len(ids), vocabulary))
     rows[np.arange(len(ids)), ids] = 1
     return rows
@@ -451,7 +423,7 @@ def one_hot(ids: Sequence[int], vocabulary: int) -> Any:
 def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
     """For each round of `block`: the indices of its first and last token, and its drafts.
 
-    Drafts from the first placeholder onwards are left out.
+    The drafts end before the first placeholder.
     """
     for _, numbered in groupby(enumerate(trace), key=lambda item: item[1].round):
         members = list(numbered)
@@ -463,11 +435,10 @@ def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
 
 
 def accepted(texts: Sequence[Text], p: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-    """For each token: whether it is an accepted draft, and the chance of that under `standard`.
+    """By token: whether it is an accepted draft (0 or 1), and the chance of that under `standard`.
 
-    For a one-hot draft it is the draft's probability under the target, p [R, V]. If only the engine
-    knows q, it is the engine's threshold. Under other rules it does not depend on a single draft;
-    then the observation itself, 0 or 1, is used.
+    The chance of a one-hot draft is its probability under p [R, V]. If only the engine knows q, the
+    chance is the engine's threshold. Where `standard` decided no draft, it is the observed 0 or 1.
     """
     observed, chance = [], []
     for text, p_RV in zip(texts, p, strict=True):
@@ -481,8 +452,8 @@ def accepted(texts: Sequence[Text], p: Sequence[torch.Tensor]) -> tuple[Any, Any
     return np.array(observed), np.array(chance)
 
 
-def rounds(llm: LLM) -> bool:
-    """Whether the target's products round their inputs, because its weights are quantised."""
+def rounds_inputs(llm: LLM) -> bool:
+    """Whether the target's linear layers round their inputs, because its weights are quantised."""
     network = llm.engine.runner.model.network
     return not isinstance(network, ModuleNetwork) and rounds_rows(network.stack)
 
@@ -493,13 +464,12 @@ def reference_of(llm: LLM) -> Reference:
     has_plain_head = not isinstance(network, ModuleNetwork) and (
         isinstance(head := network.stack.head.weight, Dense) and not head.rounds
     )
-    return Reference(
-        llm.config.model, llm.config.revision, rounds=rounds(llm), plain_head=has_plain_head
-    )
+    config, rounds = llm.config, rounds_inputs(llm)
+    return Reference(config.model, config.revision, round_inputs=rounds, plain_head=has_plain_head)
 
 
 def draft_reference(llm: LLM, reference: Reference) -> Reference | None:
-    """A reference of the draft model; None if there is none, or if its vocabulary differs."""
+    """A reference of the draft model; None without one, or if its vocabulary differs."""
     speculation = llm.config.speculative_config
     drafter = speculation and speculation.members.get(str(speculation.method))
     if drafter is None or drafter.method != "draft_model":

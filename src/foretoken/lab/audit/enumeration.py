@@ -1,11 +1,9 @@
 """The exact distribution of a Python function of random numbers: every branch, with its weight.
 
-The function is run many times with a symbolic generator. This generator returns `Uniform`s, which
-only know the interval that they lie in. A comparison with a threshold inside the interval forks the
-run in two, weighted by the threshold's position. The result covers *all* uniforms, without a grid
-or a sample. Thresholds may be floats, `Fraction`s for an exact result, numpy numbers and torch
-tensors. A uniform may be scaled, shifted and given to `np.log` before it is compared. Arrays of
-uniforms are numpy arrays of dtype object.
+The function runs many times with a symbolic generator. It returns `Uniform`s, which only know the
+interval that they lie in. A comparison with a threshold inside the interval forks the run in two,
+weighted by the threshold's position. The result covers *all* uniforms, without a grid or a sample.
+Thresholds may be floats, `Fraction`s (for an exact result), numpy numbers and torch tensors.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-MOST_RUNS = 200_000
-TWICE = 500  # the first so many runs are made twice
-MOST_STEPS = 4096  # `int(u * n)` may give integers below this
-SLIVER = 1e-14  # narrower branches are ignored: a cumulative sum in float64 may end at 1 - 1e-16
+MAX_RUNS = 200_000
+REPEATED_RUNS = 500  # the first runs, which are made twice
+MAX_INTEGERS = 4096  # `int(u * n)` may give integers below this
+MIN_WIDTH = 1e-14  # narrower branches are ignored: a cumulative sum in float64 may end at 1 - 1e-16
 REMEDY = (
     "For an enumeration draw every random number from `rng`, and use it only in comparisons such "
     "as `rng.random() < p[i][x] / q[i][x]`, or draw by `rng.choice(V, p=...)`"
@@ -29,7 +27,7 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 class NotEnumerableError(Exception):
-    """The function uses its random numbers in a way that intervals cannot follow: sample it."""
+    """The function uses random numbers in a way that intervals cannot follow."""
 
 
 class Interval:
@@ -42,9 +40,9 @@ class Interval:
 
     def below(self, threshold: Any) -> bool:
         """Whether the number is below a threshold; if both are possible, the run forks."""
-        if not threshold - self.low > SLIVER:
+        if not threshold - self.low > MIN_WIDTH:
             return False
-        if not self.high - threshold > SLIVER:
+        if not self.high - threshold > MIN_WIDTH:
             return True
         share = (threshold - self.low) / (self.high - self.low)
         if self.run.fork((share, 1 - share)) == 0:
@@ -55,11 +53,9 @@ class Interval:
 
 
 class Uniform:
-    """A strictly monotone function of a random number in [0, 1) of which only an interval is known.
+    """A strictly monotone function of a random number of which only an interval is known.
 
-    Args:
-        inverse: maps a value of the function to the number; None: the identity.
-        rises: whether the function is increasing.
+    `inverse` is the inverse of the function (None: the identity), `rises` whether it increases.
     """
 
     __slots__ = ("interval", "inverse", "rises")
@@ -70,7 +66,7 @@ class Uniform:
         self.interval, self.inverse, self.rises = interval, inverse, rises
 
     def _is(self, above: bool, threshold: Any) -> bool:
-        """Whether the value is above (or below) a threshold; the run may fork."""
+        """Whether the value is above a threshold, or below it (`above` is False); may fork."""
         if threshold is self:  # `np.searchsorted` compares a uniform with itself
             return False
         if isinstance(threshold, Uniform):
@@ -81,17 +77,14 @@ class Uniform:
         return self.interval.below(limit) == (self.rises != above)
 
     def _compare(self, above: bool, other: Any) -> Any:
-        """Compare with a number, an array or a tensor.
-
-        The result has the type that a float would give, since `~(u < x)` depends on the type.
-        """
+        """Compare with a number, array or tensor; the result's type is that of a float's result."""
         if isinstance(other, torch.Tensor):
             truths = [self._is(above, x) for x in other.flatten().tolist()]
             return torch.tensor(truths, dtype=torch.bool).reshape(other.shape)
         if isinstance(other, np.ndarray):
             return NotImplemented  # numpy compares each element
         if isinstance(other, np.generic):
-            return np.bool_(self._is(above, other.item()))
+            return np.bool_(self._is(above, other.item()))  # `~` of a bool is an int
         return self._is(above, other)
 
     def __lt__(self, other: Any) -> Any:
@@ -107,7 +100,7 @@ class Uniform:
         return True if other is self else self._compare(True, other)
 
     def _combine(self, other: Any, change: Callable[[Any], Any]) -> Any:
-        """`change` of a number, or of each number of a tensor; numpy does arrays by itself."""
+        """Apply `change` to a number, or to each number of a tensor; numpy does so with arrays."""
         if isinstance(other, torch.Tensor) and other.ndim:
             values = np.array([change(x) for x in other.flatten().tolist()], dtype=object)
             return values.reshape(other.shape)
@@ -118,7 +111,7 @@ class Uniform:
         return change(other.item() if isinstance(other, (np.generic, torch.Tensor)) else other)
 
     def _apply(self, inverse: Callable[[Any], Any], rises: bool = True) -> Uniform:
-        """A further monotone function of the value, given by its inverse."""
+        """A monotone function of this value, given by the inverse of that function."""
         first = self.inverse
         both = inverse if first is None else lambda value: first(inverse(value))
         return Uniform(self.interval, both, self.rises == rises)
@@ -161,10 +154,10 @@ class Uniform:
         """The number rounded down: the run forks for each possible integer."""
         if self < 0:
             raise NotEnumerableError("it rounds a negative random number to an integer")
-        for whole in range(MOST_STEPS):
+        for whole in range(MAX_INTEGERS):
             if self < whole + 1:
                 return whole
-        raise NotEnumerableError(f"it makes integers above {MOST_STEPS} of a random number")
+        raise NotEnumerableError(f"it makes integers above {MAX_INTEGERS} of a random number")
 
     __floor__ = __trunc__ = floor = __int__
 
@@ -178,24 +171,17 @@ class Uniform:
 class SymbolicRandom:
     """The generator of one run, with those methods of numpy's generator that verifiers use.
 
-    Args:
-        branches: the first branches that the run takes.
-
-    Attributes:
-        branches: all branches that the run has taken.
-        weight: their probability.
-        unexplored: the first branches of further runs, which take another branch at some fork.
+    branches: the branches to take at the first forks
     """
 
     def __init__(self, branches: list[int]) -> None:
-        self.branches, self.weight, self.unexplored = branches, 1, list[list[int]]()
+        self.branches = branches  # becomes all branches that the run takes
+        self.weight: Any = 1  # the probability of the branches taken
+        self.unexplored = list[list[int]]()  # `branches` of runs that differ at some fork
         self._num_forks = 0
 
     def fork(self, weights: Sequence[Any]) -> int:
-        """Fork into branches with these probabilities; returns the branch that this run takes.
-
-        Other branches with a probability above 0 are left for later runs.
-        """
+        """Fork into branches with these probabilities; returns the branch that this run takes."""
         if self._num_forks == len(self.branches):
             possible = [k for k, weight in enumerate(weights) if weight > 0]
             self.unexplored += [[*self.branches, k] for k in possible[1:]]
@@ -208,32 +194,24 @@ class SymbolicRandom:
         return branch
 
     def random(self, size: Any = None, dtype: Any = np.float64) -> Any:
-        """A uniform, or an array of uniforms; exact whatever the dtype."""
         return _array(lambda: Uniform(Interval(self)), size, object)
 
     def uniform(self, low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
-        """A random number in [low, high), or an array of such numbers."""
         if (low, high) == (0, 1):
             return self.random(size)
         return self.random(size) * (high - low) + low
 
     def exponential(self, scale: float = 1.0, size: Any = None) -> Any:
-        """An exponential time, or an array of times; two times cannot be compared."""
         return _array(lambda: -(1 - self.random()).log() * scale, size, object)
 
     def integers(
         self, low: int, high: int | None = None, size: Any = None, *, endpoint: bool = False
     ) -> Any:
-        """An integer in low..high - 1, or in range(low); or an array of integers."""
         first, last = (0, low) if high is None else (low, high)
         count = int(last) - int(first) + endpoint
         return _array(lambda: np.int64(first + self.fork([1 / count] * count)), size, np.int64)
 
     def choice(self, a: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
-        """An element of `a`, or of range(a), drawn with probabilities `p`.
-
-        With a size, an array of elements, drawn with replacement.
-        """
         if size is not None and not replace:
             raise NotEnumerableError("it draws several without replacement by `rng.choice`")
         options = np.arange(a) if np.ndim(a) == 0 else np.asarray(a)
@@ -242,14 +220,12 @@ class SymbolicRandom:
         return _array(lambda: options[self.fork(chances)], size, options.dtype)
 
     def multinomial(self, n: int, pvals: Any, size: Any = None) -> Any:
-        """How often each of `pvals` was drawn in `n` draws."""
         if size is not None:
             raise NotEnumerableError("it gives `rng.multinomial` a size")
         drawn = self.choice(len(pvals), n, p=pvals)
         return np.bincount(drawn, minlength=len(pvals))
 
     def binomial(self, n: int, p: float) -> Any:
-        """How many of `n` draws were below `p`."""
         return sum(self.fork((p, 1 - p)) == 0 for _ in range(n))
 
     def __getattr__(self, name: str) -> Any:
@@ -259,7 +235,6 @@ class SymbolicRandom:
 
 
 def _array(draw: Callable[[], Any], size: Any, dtype: Any) -> Any:
-    """A result of `draw`, or an array of results with shape `size`."""
     if size is None:
         return draw()
     shape = np.empty(size, bool).shape
@@ -269,7 +244,7 @@ def _array(draw: Callable[[], Any], size: Any, dtype: Any) -> Any:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and its chain of causes."""
+    """The error itself, then the chain of its causes."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -280,7 +255,7 @@ def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
     """The probability of each outcome of `function(rng)`, by enumeration.
 
     A function that draws random numbers from elsewhere is detected: the first runs are made twice,
-    and every run repeats the beginning of an earlier run, so that some runs differ.
+    and every run repeats the beginning of an earlier run. With such numbers some runs differ.
 
     Raises:
         NotEnumerableError: the distribution cannot be enumerated; the message says why.
@@ -292,7 +267,7 @@ def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
         first, again = SymbolicRandom(branches), SymbolicRandom(branches)
         try:
             outcome = function(first)
-            is_same = runs > TWICE or (
+            is_same = runs > REPEATED_RUNS or (
                 function(again) == outcome and again.branches == first.branches
             )
         except NotEnumerableError:
@@ -306,7 +281,7 @@ def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
             raise NotEnumerableError(message) from error
         if not is_same:
             raise NotEnumerableError("it draws random numbers from elsewhere than `rng`")
-        if runs > MOST_RUNS:
+        if runs > MAX_RUNS:
             raise NotEnumerableError(f"it takes {runs} runs and more")
         distribution[outcome] = distribution.get(outcome, 0) + first.weight
         todo += first.unexplored

@@ -1,9 +1,8 @@
-"""The rules as plain functions, and published bugs: each is a rule with one thing wrong.
+"""The rules as plain functions, and published bugs: each bug is a rule with one step wrong.
 
-All functions have the signature of a third party's verifier (`subjects.Verifier`): p [K + 1, V],
-q [K, V], K drafts, a generator, and K + 1 uniforms to use instead of the generator. They return the
-emitted tokens, accepted drafts first. The bugs' enumerated distributions are the alternatives that
-an audit compares with the target's distribution (`evidence.py`).
+All functions are verifiers (`subjects.Verifier`): from p [K + 1, V], q [K, V], K drafts, and a
+generator or K + 1 uniforms they return the emitted tokens. The bugs' enumerated distributions are
+the alternatives that an audit compares with the target's distribution (`evidence.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ import numpy as np
 from foretoken.errors import ConfigError
 
 Tokens = list[int]
-LOW_Q = 0.3  # the truncating drafter drops drafts with lower q
+Params = Mapping[str, Any]  # sampling parameters, by name
+LOW_Q = 0.3  # the bug `own_token_truncation` drops drafts with lower q
 
 
 def pick(weights: Any, u: Any) -> int:
-    """The token at which the cumulative distribution exceeds u; weights need not add up to 1."""
+    """The first token at which the cumulative share of weights exceeds u."""
     total, cumulative = sum(weights), 0
     for token, weight in enumerate(weights[:-1]):
         cumulative = cumulative + weight
@@ -32,60 +32,52 @@ def pick(weights: Any, u: Any) -> int:
 
 
 def residual(p: Any, q: Any, weight: Any = 1) -> Any:
-    """max(weight p - q, 0), or p if the former is 0 everywhere."""
+    """The residual max(weight p - q, 0), not normalised; p if it is 0 everywhere."""
     rest = np.maximum(weight * p - q, 0)
     return rest if sum(rest) > 0 else p
 
 
 def separate_uniforms(u: Any) -> tuple[Any, Any]:
-    """The correct split of uniforms: one for each test, the last one for any draw."""
+    """The correct use of uniforms: one for each test, and the last one for a draw at any index."""
     return u[:-1], [u[-1]] * len(u)
 
 
-class Ways(NamedTuple):
-    """The steps of `standard` as functions; a bug replaces one of them.
+class Steps(NamedTuple):
+    """The steps of `standard` as functions of p, q and a draft; a bug replaces one of them."""
 
-    Attributes:
-        chance: the probability to accept a draft, from p, q and the draft.
-        rest: the weights of tokens in place of a rejected draft, from p, q and the draft.
-        deal: splits K + 1 uniforms into uniforms for tests and uniforms for draws.
-        below: compares a test's uniform with the chance of acceptance.
-        drops: whether the round ends before a draft, from q and the draft.
-        bonus: the weights of the token after the last draft, from its p and the last draft's q.
-    """
-
+    # The probability to accept a draft.
     chance: Callable[[Any, Any, int], Any] = lambda p, q, x: p[x] / q[x]
-    rest: Callable[[Any, Any, int], Any] = lambda p, q, x: residual(p, q)
-    deal: Callable[[Any], tuple[Any, Any]] = separate_uniforms
+    # The weights of tokens that may replace a rejected draft.
+    replace: Callable[[Any, Any, int], Any] = lambda p, q, x: residual(p, q)
+    # Splits K + 1 uniforms into uniforms for tests and uniforms for draws.
+    split: Callable[[Any], tuple[Any, Any]] = separate_uniforms
+    # Whether a uniform accepts a draft with this chance.
     below: Callable[[Any, Any], Any] = operator.lt
-    drops: Callable[[Any, int], bool] = lambda q, x: False
+    drops: Callable[[Any, int], bool] = lambda q, x: False  # whether the round ends before a draft
+    # The weights of the token after the last draft, from p there and the last draft's q.
     bonus: Callable[[Any, Any], Any] = lambda p, q: p
 
 
-RIGHT = Ways()
+CORRECT = Steps()
 
 
 def standard(
-    p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None, *, ways: Ways = RIGHT
+    p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None, *, steps: Steps = CORRECT
 ) -> Tokens:
-    """Leviathan et al. 2023: accept draft i while u_i < p(x_i) / q(x_i); returns emitted tokens.
-
-    ways: the steps, of which a bug replaces one
-    """
-    kept = next((i for i, x in enumerate(drafts) if ways.drops(q[i], x)), len(drafts))
-    tests, draws = ways.deal(uniforms if uniforms is not None else rng.random(len(drafts) + 1))
-    for i, x in enumerate(drafts[:kept]):
-        if not ways.below(tests[i], ways.chance(p[i], q[i], x)):
-            return [*drafts[:i], pick(ways.rest(p[i], q[i], x), draws[i])]
-    last = ways.bonus(p[kept], q[-1]) if kept == len(drafts) else p[kept]
-    return [*drafts[:kept], pick(ways.rest(last, 0 * last, -1), draws[-1])]
+    """Leviathan et al. 2023: accept draft i while u_i < p(x_i) / q(x_i); returns emitted tokens."""
+    end = next((i for i, x in enumerate(drafts) if steps.drops(q[i], x)), len(drafts))
+    tests, draws = steps.split(uniforms if uniforms is not None else rng.random(len(drafts) + 1))
+    for i, x in enumerate(drafts[:end]):
+        if not steps.below(tests[i], steps.chance(p[i], q[i], x)):
+            return [*drafts[:i], pick(steps.replace(p[i], q[i], x), draws[i])]
+    last = steps.bonus(p[end], q[-1]) if end == len(drafts) else p[end]
+    return [*drafts[:end], pick(steps.replace(last, 0 * last, -1), draws[-1])]
 
 
-def heights(p: Any, q: Any, drafts: Tokens, flaw: str = "") -> tuple[list[Any], list[Any]]:
+def thresholds(p: Any, q: Any, drafts: Tokens, flaw: str = "") -> tuple[list[Any], list[Any]]:
     """The thresholds h_1, .. of `block` and its weights w_0, w_1, ..
 
-    If u_i < h_i, at least i drafts are accepted. Only the rows of p that decide drafts are read.
-    `flaw` names a step to break.
+    If u_i < h_i, at least i drafts are accepted. `flaw` names a step to break.
     """
     w, h, joint = [1], [], 1
     for i, x in enumerate(drafts, 1):
@@ -104,7 +96,7 @@ def block(
     p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None, *, flaw: str = ""
 ) -> Tokens:
     """Sun et al. 2024, algorithm 2; returns the emitted tokens. `flaw` names a step to break."""
-    tau, (h, w) = 0, heights(p, q, drafts, flaw)
+    tau, (h, w) = 0, thresholds(p, q, drafts, flaw)
     u = uniforms if uniforms is not None else rng.random(len(drafts) + 1)
     for i in range(len(drafts)):
         if u[0 if flaw == "one_uniform" else i] < h[i]:
@@ -117,17 +109,14 @@ def block(
     return [*drafts[:tau], pick(residual(p[tau], q[tau], weight), u[-1])]
 
 
-def block_keeps(p: Any, q: Any, drafts: Tokens) -> float:
-    """The mean number of these drafts that `block` accepts.
+def mean_accepted_by_block(p: Any, q: Any, drafts: Tokens) -> float:
+    """The mean number of these drafts that `block` accepts, over all uniforms.
 
-    Averaged over drafts from q, no lossless rule accepts more, if later rounds use the unchanged
-    target.
+    On average over drafts from q, no lossless rule that keeps the target for later rounds accepts
+    more.
     """
-    chance_to_fail = 1 - np.array(heights(p, q, drafts)[0], dtype=float)
+    chance_to_fail = 1 - np.array(thresholds(p, q, drafts)[0], dtype=float)
     return float((1 - chance_to_fail[::-1].cumprod()).sum())
-
-
-# Bugs ---------------------------------------------------------------------------------------------
 
 
 def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
@@ -139,8 +128,8 @@ def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
     integral over s > c_y of (1 + sum_v r_v (s - c_v)^+)^-2. It does not depend on x, and is
     elementary between one c_v and the next.
     """
-    rest = residual(p, q)
-    r = rest / sum(rest)
+    weights = residual(p, q)
+    r = weights / sum(weights)
     v = np.flatnonzero(r > 0)
     v = v[np.argsort(q[v] / r[v], kind="stable")]
     c, slope = q[v] / r[v], r[v].cumsum()
@@ -151,11 +140,8 @@ def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
     return chance
 
 
-def sampled_from(p: Any, params: Mapping[str, Any]) -> Any:
-    """Rows of p after temperature and top-k, the only filters that these bugs get wrong.
-
-    Tokens that tie with the k-th token are kept.
-    """
+def sampled_from(p: Any, params: Params) -> Any:
+    """Rows of p after temperature and top-k; tokens that tie with the k-th token are kept."""
     heated = p ** (1 / params["temperature"])
     if params["top_k"]:
         heated = heated * (heated >= np.sort(heated)[..., -params["top_k"], None])
@@ -163,28 +149,19 @@ def sampled_from(p: Any, params: Mapping[str, Any]) -> Any:
 
 
 def filtered_after_test(
-    p: Any,
-    q: Any,
-    drafts: Tokens,
-    rng: Any,
-    params: Mapping[str, Any],
-    uniforms: Any = None,
-    *,
-    late: Mapping[str, Any],
+    p: Any, q: Any, drafts: Tokens, rng: Any, params: Params, uniforms: Any = None, *, late: Params
 ) -> Tokens:
-    """`standard`, but drafts are tested against p under the `late` parameters.
+    """`standard`, but drafts are tested with the `late` parameters in place of those in `params`.
 
-    Other tokens are drawn with all real parameters.
+    Tokens in place of rejected drafts, and bonus tokens, are drawn with `params`.
     """
     test_rows = iter(sampled_from(p, {**params, **late}))
-    ways = Ways(
-        chance=lambda row, q, x: next(test_rows)[x] / q[x], rest=lambda row, q, x: residual(row, q)
-    )
-    return standard(sampled_from(p, params), q, drafts, rng, uniforms, ways=ways)
+    steps = Steps(chance=lambda row, q, x: next(test_rows)[x] / q[x])
+    return standard(sampled_from(p, params), q, drafts, rng, uniforms, steps=steps)
 
 
 def with_24_bits(u: Any) -> tuple[Any, Any]:
-    """Uniforms rounded to float32, in [2^-24, 1 - 2^-24]; symbolic uniforms are not changed."""
+    """Uniforms rounded to float32, in [2^-24, 1 - 2^-24]; those of an enumeration stay exact."""
     if all(isinstance(x, float) for x in u):
         u = [min(max(float(np.float32(x)), 2.0**-24), 1 - 2.0**-24) for x in u]
     return separate_uniforms(u)
@@ -193,8 +170,7 @@ def with_24_bits(u: Any) -> tuple[Any, Any]:
 class ReusedAcrossRounds:
     """`standard`, but the uniform that rejects a draft also tests the next round's first draft.
 
-    In such a bug the offset of a counter advances by the number of accepted drafts instead of the
-    number of tested drafts.
+    This happens if a noise counter advances by the number of accepted drafts, not of tested drafts.
     """
 
     def __init__(self) -> None:
@@ -211,32 +187,25 @@ class ReusedAcrossRounds:
 
 
 class Bug(NamedTuple):
-    """A way to break losslessness.
+    """A way to break losslessness."""
 
-    Attributes:
-        key: its name in results and in tables.
-        what: what is wrong, as part of a sentence.
-        verify: the function, or a class with an instance per sample.
-        by_uniforms: whether the bug shows only with injected uniforms.
-    """
-
-    key: str
-    what: str
-    verify: Any
-    by_uniforms: bool = False
+    key: str  # its name in results and in tables
+    flaw: str  # what is wrong, as part of a sentence
+    verify: Any  # the function, or a class with an instance per sample
+    by_uniforms: bool = False  # whether the bug shows only with injected uniforms
 
 
-def _plain(p: Any, q: Any, x: int) -> Any:
+def _replace_from_p(p: Any, q: Any, x: int) -> Any:
     return p
 
 
-def _standard(**ways: Callable[..., Any]) -> Any:
-    return partial(standard, ways=Ways(**ways))
+def _standard(**steps: Callable[..., Any]) -> Any:
+    return partial(standard, steps=Steps(**steps))
 
 
 BUGS = (
     Bug("shared_noise", "draft and residual are drawn with the same noise",
-        _standard(rest=after_the_same_race)),
+        _standard(replace=after_the_same_race)),
     Bug("block_early_stop", "the block rule stops at its first failure",
         partial(block, flaw="early_stop")),
     Bug("block_residual", "the block rule's residual lacks its weight",
@@ -244,11 +213,11 @@ BUGS = (
     Bug("uncapped_ratio", "the last draft is tested against the uncapped joint ratio",
         partial(block, flaw="uncapped")),
     Bug("one_uniform", "one uniform decides every draft of a round",
-        _standard(deal=lambda u: ([u[0]] * len(u), [u[-1]] * len(u)))),
+        _standard(split=lambda u: ([u[0]] * len(u), [u[-1]] * len(u)))),
     Bug("one_uniform_block", "one uniform decides every draft of a block",
         partial(block, flaw="one_uniform")),
     Bug("reused_uniform", "the uniform that rejects a draft also draws its replacement",
-        _standard(deal=lambda u: (u[:-1], u))),
+        _standard(split=lambda u: (u[:-1], u))),
     Bug("reused_across_rounds",
         "the uniform that rejects a draft also tests the first one of the next round",
         ReusedAcrossRounds),
@@ -261,23 +230,23 @@ BUGS = (
     Bug("temperature_after_test", "drafts are tested before temperature is applied",
         partial(filtered_after_test, late={"temperature": 1.0})),
     Bug("residual_is_p", "a rejected draft is replaced by a token of p, not of the residual",
-        _standard(rest=_plain)),
+        _standard(replace=_replace_from_p)),
     Bug("bonus_from_draft", "the token after the last draft is drawn from q, not from p",
         _standard(bonus=lambda p, q: q)),
     # A lossy rule, which is meant to be so:
     Bug("lossy_threshold", "drafts are accepted whenever the target finds them likely",
-        _standard(chance=lambda p, q, x: p[x] > 0.15, rest=_plain)),
+        _standard(chance=lambda p, q, x: p[x] > 0.15, replace=_replace_from_p)),
     Bug("accept_at_zero", "u = 0 accepts a draft of probability 0",
         _standard(below=operator.le), True),
     Bug("float32_tail", "uniforms of 24 bits can never draw a token of probability 2^-27",
-        _standard(deal=with_24_bits), True),
+        _standard(split=with_24_bits), True),
 )  # fmt: skip
 LOSSLESS = {
     "standard": standard,
     "block": block,
     # Sampled drafts verified as one-hot, accepted with probability p(x).
     "dropped_q": _standard(
-        chance=lambda p, q, x: p[x], rest=lambda p, q, x: p * (np.arange(len(p)) != x)
+        chance=lambda p, q, x: p[x], replace=lambda p, q, x: p * (np.arange(len(p)) != x)
     ),
 }
 

@@ -1,6 +1,6 @@
-"""An independent copy of the target: its module with eager attention, and other sampling code.
+"""An independent copy of the target, which shares only the checkpoint with the engine.
 
-It shares only the checkpoint with the engine: no paged attention, no kernels, no edits.
+It has the checkpoint's module with eager attention, and edits and filters of its own.
 Shape suffixes: R rows (one per generated token), V vocabulary.
 """
 
@@ -28,8 +28,7 @@ _LIKELY = 32  # number of likeliest tokens of a row that `rounding` looks at
 # audit, two OpenMP threads spent 22 s of CPU time on work that one thread does in 1.5 s: with 15M
 # parameters each thread has too little to do between two barriers.
 _SMALL = 100_000_000
-# Sampling parameters that the reference cannot apply. If it ignored them, this would look like a
-# bug of the subject.
+# Sampling parameters that the reference lacks, so that they would look like bugs of the subject.
 _UNKNOWN = ("structured_outputs", "bad_words", "min_tokens")
 
 
@@ -45,9 +44,9 @@ class Reference:
     """A checkpoint's own probabilities, computed in float32 on the CPU.
 
     Args:
-        rounds: whether linear layers round their inputs to eight bits, like the engine's layers
-            with quantised weights. This rounding is part of the definition of such a model.
-        plain_head: whether the output layer does not round its inputs.
+        round_inputs: whether linear layers round their inputs to eight bits, which is part of the
+            definition of a model with quantised weights.
+        plain_head: whether the output layer, does not round its inputs in any case.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `load_plain`.
@@ -58,12 +57,12 @@ class Reference:
         model: str,
         revision: str | None = None,
         *,
-        rounds: bool = False,
+        round_inputs: bool = False,
         plain_head: bool = False,
     ) -> None:
         self.module: Any = load_plain(resolve_checkpoint(model, revision=revision))
         not_rounded = self.module.get_output_embeddings() if plain_head else None
-        for layer in self.module.modules() if rounds else ():
+        for layer in self.module.modules() if round_inputs else ():
             if isinstance(layer, torch.nn.Linear) and layer is not not_rounded:
                 layer.register_forward_pre_hook(lambda _, inputs: (round_rows(inputs[0]),))
         eos = self.module.generation_config.eos_token_id
@@ -88,10 +87,10 @@ class Reference:
         return rows
 
     def rounding(self, prompts: Sequence[list[int]]) -> float:
-        """How far bfloat16 moves the logits of likely tokens: the standard deviation.
+        """The standard deviation of the change of likely tokens' logits by bfloat16.
 
-        Weights and the outputs of all modules are rounded to bfloat16; everything else is computed
-        in float32. So the result is the same on each machine, whatever its bfloat16 arithmetic.
+        Only weights and outputs of modules are rounded, and all arithmetic is in float32: the
+        result is the same on each machine.
         """
         texts = [Text(ids, [0]) for ids in prompts]
         original, exact = self.module, self.logits(texts)
@@ -182,9 +181,8 @@ def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:
 def ranks(p_RV: Tensor, output: Ids, generator: torch.Generator) -> Tensor:
     """The tokens' ranks in their distributions, [R]: uniform on [0, 1) if tokens come from p.
 
-    This is a randomised probability integral transform. A rank is the mass of all likelier tokens
-    plus a random share of the token's own mass. A wrong verifier moves mass between likely and
-    unlikely tokens. The rank of a token without mass is exactly 1.
+    A rank is the mass of all likelier tokens plus a random share of the token's own mass (a
+    randomised probability integral transform). A token without mass has the rank 1.
     """
     index_R1 = torch.tensor(output)[:, None]
     token_p_R1 = p_RV.gather(1, index_R1)

@@ -1,12 +1,11 @@
 """An OpenAI-compatible server compared with the reference, by nothing but the server's texts.
 
-Under a small nucleus, texts of a few tokens have few outcomes, and the reference enumerates them
+Under a small nucleus, few texts of a few tokens are possible, and the reference enumerates them
 all. Another engine's arithmetic differs without any bug. So the audit allows for independent normal
 noise on each logit; its standard deviation is `SPARE` times the effect of bfloat16 on this target
-(`Reference.rounding`). Noise must not make an impossible text possible. Therefore prompts are
-chosen for which no token is so near the edge of a nucleus that noise moves it across. Texts outside
-the nuclei may have a share of `OTHER`. The distribution of texts inside may be as far from the
-reference's as noise moves it in 99 % of `NOISES` trials; that distance is `delta`.
+(`Reference.rounding`). The audit chooses prompts for which no token is so near the edge of a
+nucleus that noise could move it across. Texts outside the nuclei may have a share of `OTHER`. The
+distance `delta` that is allowed inside covers 99 % of `NOISES` random noises.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.lab.audit.engine import classify
-from foretoken.lab.audit.evidence import Model, PlotText
+from foretoken.lab.audit.evidence import PlotText, Source
 from foretoken.lab.audit.reference import Reference, Text, check_known, filtered
-from foretoken.lab.audit.subjects import Checks, StoppedError, Subject, checked
+from foretoken.lab.audit.subjects import Checks, StoppedError, Subject, run_checks
 from foretoken.lab.bench.load import RequestFailedError, ServerGoneError
 from foretoken.lab.bench.server import Server
 from foretoken.lab.workloads import heldout
@@ -35,50 +34,44 @@ from foretoken.models.tokenizer import decode_after, encode_after
 from foretoken.sampling.params import SamplingParams
 
 LENGTH, PROMPT_TOKENS, CANDIDATES = 4, 16, 32  # candidates: prompts that are evaluated together
+# (factor of the temperature, the values of top_p that are tried with it)
 FULL, HALF = (1.0, (0.6, 0.65, 0.7, 0.75)), (0.5, (0.75, 0.8, 0.85, 0.9))
-"""Factor of the temperature, and the nuclei that are tried with it."""
 PROMPTS = 2  # for each factor
 EVEN = 0.6  # largest probability of a prompt's likeliest text, if there are enough such prompts
 Path = tuple[int, ...]
 Distribution = dict[str, Any]
-"""text -> its probabilities [1 + bugs + NOISES]: true, under each of `IGNORED`, under noise."""
+"""text -> its probabilities [1 + bugs + NOISES]: true, under each of `IGNORED`, with each noise."""
 Candidate = tuple[list[int], SamplingParams, Distribution]
-MOST = 15  # largest number of outcomes of a prompt; one more cell is for all other texts
+MAX_TEXTS = 15  # largest number of possible texts of a prompt; one more cell is for all other texts
 IGNORED: dict[str, dict[str, Any]] = {
-    "temperature_ignored": {"temperature": 1.0},
-    "nucleus_ignored": {"top_p": 1.0},
-}
-LEAK = 0.05  # share of other texts if drafts are tested without the nucleus: "nucleus_leaks"
+    "temperature_ignored": {"temperature": 1.0}, "nucleus_ignored": {"top_p": 1.0}
+}  # fmt: skip
+LEAK = 0.05  # share of other texts under the bug "nucleus_leaks"
 # PyTorch's own bfloat16 moves logits of the embedded model 1.4 times as far as `rounding`, which
 # leaves out rounding inside of modules; float16 moves them an eighth of that.
 SPARE = 2.0
 NOISES = 1000
-EDGE = 3.0  # standard deviations by which two logits, or a nucleus, may move towards each other
-OTHER = 1e-3  # share of a correct server's texts that may be any texts
-# Fields that a server may set by a model's generation_config, or by its own defaults.
+EDGE = 3.0  # standard deviations of noise that a choice of prompts withstands
+OTHER = 1e-3  # share of a correct server's texts that may be outside the nuclei
+# Fields without effect, sent because a server's defaults or generation_config may have others.
 NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-AT_ONCE, GIVE_UP = 32, 5  # texts per request; failures in a row that end the audit
-SILENCE = 60.0  # seconds without an answer that end the audit
+TEXTS_PER_REQUEST = 32
+MAX_FAILURES, MAX_SILENCE = 5, 60.0  # failures in a row, or seconds, that end the audit
 DRAWS = 6_000
 GREEDY_TOKENS, GREEDY_PROMPTS = 16, 8
 
 
 class Client:
-    """A client that asks a server for completions, and counts failures by their reason.
+    """A client that asks a server for completions, and counts failures by their reason."""
 
-    Args:
-        url: the server's address.
-        key: sent as a bearer token, if given.
-    """
-
-    def __init__(self, url: str, key: str | None) -> None:
-        self.server = Server(url, SamplingParams(), api_key=key, timeout=SILENCE)
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.server = Server(url, SamplingParams(), api_key=api_key, timeout=MAX_SILENCE)
         asyncio.run(self.server.prepare())
         self.neutral = NEUTRAL if asyncio.run(self.server.takes(**NEUTRAL)) else {}
         self.failures, self._in_a_row, self._heard = Counter[str](), 0, time.monotonic()
 
     def texts(self, prompt: str, count: int, **fields: Any) -> list[str]:
-        """`count` completions of a prompt, as texts; an empty list if the request fails.
+        """`count` texts after a prompt; [] if the request fails.
 
         Raises:
             StoppedError: the server has stopped, or too many requests failed in a row.
@@ -91,7 +84,7 @@ class Client:
         except RequestFailedError as error:
             self.failures[str(error)] += 1
             self._in_a_row += 1
-            if self._in_a_row == GIVE_UP or time.monotonic() - self._heard > SILENCE:
+            if self._in_a_row == MAX_FAILURES or time.monotonic() - self._heard > MAX_SILENCE:
                 why = f"the server gave no text {self._in_a_row} times in a row ({error})"
                 raise StoppedError(why) from None
             return []
@@ -112,21 +105,20 @@ class Client:
 
 
 class ChosenPrompt(NamedTuple):
-    """A prompt as text and as tokens, its sampling parameters, and the cell of each completion."""
+    """A prompt as text and as tokens, its sampling parameters, and the cell of each text."""
 
     prompt: str
     ids: list[int]
     params: SamplingParams
     cells: dict[str, int]
-    model: Model
+    source: Source
 
 
 def _plot_text(prompt: str, params: SamplingParams, num: int) -> PlotText:
-    """The description of a prompt's `num` completions in a plot."""
     about = (
         f"Texts of {LENGTH} tokens after …{prompt[-24:]!r} at temperature {params.temperature:g}, "
-        f"top_p {params.top_p:g}. The target's share of each is computed from its checkpoint; the "
-        "range allows for other arithmetic, too."
+        f"top_p {params.top_p:g}. The target's share of each text is computed from its checkpoint; "
+        "the range allows for other arithmetic, too."
     )
     return PlotText("number of the text", about, [*map(str, range(1, num + 1)), "others"])
 
@@ -145,21 +137,22 @@ class ServerAudit:
     ) -> None:
         check_known(params)
         self.client, self.reference, self.tokenizer = client, reference, tokenizer
-        self.prompts = self._readable()
+        self.prompts = self._stable_prompts()
         self.noise = SPARE * reference.rounding(self.prompts[:CANDIDATES])
-        self.reach = EDGE * math.sqrt(2) * self.noise  # change of the difference of two logits
-        self._rows: dict[tuple[int, Path], Tensor] = {}
+        self.max_shift = EDGE * math.sqrt(2) * self.noise  # of the difference of two logits
+        self._known_logits: dict[tuple[int, Path], Tensor] = {}
         self.chosen = self._choose(params.temperature or 1.0)
 
     def _choose(self, temperature: float) -> list[ChosenPrompt]:
-        """Choose prompts with few, about equally likely outcomes; some at half the temperature."""
+        """Choose prompts with few, about equally likely texts; some at half the temperature."""
         candidates = [*self._most_even(temperature, *FULL), *self._most_even(temperature, *HALF)]
-        self._rows.clear()
+        self._known_logits.clear()
         if not candidates:
-            raise ConfigError("model", "this target", "one with prompts of few outcomes")
+            bound = f"a model with at most {MAX_TEXTS} likely texts of {LENGTH} tokens per prompt"
+            raise ConfigError("model", self.client.server.model, bound, "Audit an engine instead.")
         chosen = []
         for number, (ids, params, distribution) in enumerate(candidates, 1):
-            all_rows = np.stack([*distribution.values()], axis=1)
+            all_rows = np.stack([*distribution.values()], axis=1)  # [1 + bugs + NOISES, texts]
             rows, noisy = all_rows[: 1 + len(IGNORED)], all_rows[1 + len(IGNORED) :]
             delta = float(np.quantile(np.abs(noisy - rows[0]).sum(axis=1) / 2, 0.99))
             others = np.maximum(1 - rows.sum(axis=1, keepdims=True), 0)
@@ -170,15 +163,15 @@ class ServerAudit:
             bug_rows["nucleus_leaks"] = (1 - LEAK) * null + LEAK * np.eye(len(null))[-1]
             cells = {text: cell for cell, text in enumerate(distribution)}
             prompt = self.tokenizer.decode(ids)
-            model = Model(
+            source = Source(
                 f"prompt {number}", null, bug_rows, delta=delta, closed=True,
-                shown=_plot_text(prompt, params, len(cells)),
+                plot=_plot_text(prompt, params, len(cells)),
             )  # fmt: skip
-            chosen.append(ChosenPrompt(prompt, ids, params, cells, model))
+            chosen.append(ChosenPrompt(prompt, ids, params, cells, source))
         return chosen
 
-    def _readable(self) -> list[list[int]]:
-        """Prompts whose text is encoded as the same tokens again, which the server then uses."""
+    def _stable_prompts(self) -> list[list[int]]:
+        """Held-out prompts that the server, which gets them as text, encodes as the same tokens."""
         encode, decode = self.tokenizer.encode, self.tokenizer.decode
         prompts = (encode(item.prompt)[:PROMPT_TOKENS] for item in heldout())
         return [ids for ids in prompts if encode(decode(ids)) == ids]
@@ -186,13 +179,12 @@ class ServerAudit:
     def _most_even(
         self, temperature: float, factor: float, nuclei: Sequence[float]
     ) -> list[Candidate]:
-        """The `PROMPTS` candidates with the most even probabilities of their texts.
+        """The `PROMPTS` candidates with the least probability of the likeliest text.
 
-        The search ends early once enough candidates are even enough (`EVEN`).
+        The search ends early if enough candidates have at most `EVEN`.
         """
 
         def likeliest(candidate: Candidate) -> float:
-            """The probability of the likeliest text."""
             return max(float(chance[0]) for chance in candidate[2].values())
 
         candidates: list[Candidate] = []
@@ -205,7 +197,7 @@ class ServerAudit:
                 pairs = zip(numbers, self._distributions(numbers, params), strict=True)
                 candidates += [(self.prompts[i], params, d) for i, d in pairs if d is not None]
             candidates.sort(key=likeliest)
-            # Keep only the best candidate of each prompt.
+            # The best candidate of each prompt: of equal keys, a dict keeps the last value.
             best = {tuple(candidate[0]): candidate for candidate in reversed(candidates)}
             candidates = [*reversed(best.values())]
             if sum(likeliest(candidate) <= EVEN for candidate in candidates) >= PROMPTS:
@@ -215,23 +207,20 @@ class ServerAudit:
     def _distributions(
         self, numbers: Sequence[int], params: SamplingParams
     ) -> list[Distribution | None]:
-        """The distribution of texts after each prompt.
-
-        None if there are too many texts, or if a token is too near the edge of a nucleus.
-        """
-        others = [replace(params, **change) for change in IGNORED.values()]
+        """The distribution of texts after each prompt; None: too many texts, or near an edge."""
+        ignoring = [replace(params, **change) for change in IGNORED.values()]
         random = np.random.default_rng(0)
         live: dict[int, dict[Path, Any]] = {
-            i: {(): np.ones(1 + len(others) + NOISES)} for i in numbers
+            i: {(): np.ones(1 + len(ignoring) + NOISES)} for i in numbers
         }
         for _ in range(LENGTH):
             keys = [(i, path) for i, paths in live.items() for path in paths]
             longer: dict[int, dict[Path, Any]] = {i: {} for i in live}
             for (i, path), row_1V in zip(keys, self._logits(keys), strict=True):
-                if near_edge(row_1V, params, self.reach):
+                if near_edge(row_1V, params, self.max_shift):
                     longer.pop(i, None)
                 if i in longer:
-                    p = np.stack([filtered(row_1V, x)[0].numpy() for x in (params, *others)])
+                    p = np.stack([filtered(row_1V, x)[0].numpy() for x in (params, *ignoring)])
                     (tokens,) = p[0].nonzero()
                     noise = random.standard_normal((NOISES, len(tokens))) * self.noise
                     noisy = p[0, tokens] * np.exp(noise / params.temperature)
@@ -239,19 +228,19 @@ class ServerAudit:
                     chances = np.vstack([p[:, tokens], noisy]).T
                     for token, chance in zip(tokens.tolist(), chances, strict=True):
                         longer[i][(*path, token)] = live[i][path] * chance
-            live = {i: paths for i, paths in longer.items() if 0 < len(paths) <= MOST}
+            live = {i: paths for i, paths in longer.items() if 0 < len(paths) <= MAX_TEXTS}
         return [self._distribution(self.prompts[i], live.get(i, {})) for i in numbers]
 
     def _logits(self, keys: Sequence[tuple[int, Path]]) -> list[Tensor]:
-        """The logits after each (number of a prompt, path of tokens), float64 [1, V]."""
-        new = [key for key in keys if key not in self._rows]
+        """The logits after each (index of a prompt, path of tokens), float64 [1, V]."""
+        new = [key for key in keys if key not in self._known_logits]
         texts = [Text(self.prompts[i], [*path, 0]) for i, path in new]
         for key, logits in zip(new, self.reference.logits(texts), strict=True):
-            self._rows[key] = logits[-1:].clone()
-        return [self._rows[key].double() for key in keys]
+            self._known_logits[key] = logits[-1:].clone()
+        return [self._known_logits[key].double() for key in keys]
 
     def _distribution(self, ids: list[int], paths: dict[Path, Any]) -> Distribution | None:
-        """The distribution of texts from that of paths; None if a path has a stop token."""
+        """The distribution of texts, from that of paths; None if a path has a stop token."""
         distribution: Distribution = {}
         for path, chance in paths.items():
             if set(self.reference.stop_ids) & set(path):
@@ -261,40 +250,39 @@ class ServerAudit:
         return distribution or None
 
     def subject(self, name: str) -> Subject:
-        models = [chosen.model for chosen in self.chosen]
-        return Subject(name, models, self._draw, self.checks, AT_ONCE, DRAWS, self.notes)
+        sources = [chosen.source for chosen in self.chosen]
+        return Subject(name, sources, self._draw, self.checks, TEXTS_PER_REQUEST, DRAWS, self.notes)
 
-    def _draw(self, number: int, trials: int, wave: int) -> tuple[Any, ...]:
-        """The cells of `AT_ONCE` new texts of a prompt; the last cell is for unexpected texts."""
+    def _draw(self, number: int, trials: int, batch: int) -> tuple[Any, ...]:
+        """The cells of new texts after a prompt; the last cell is for unexpected texts."""
         chosen = self.chosen[number]
         names = ("max_tokens", "temperature", "top_p")
         fields = {name: getattr(chosen.params, name) for name in names}
-        texts, cells = self.client.texts(chosen.prompt, AT_ONCE, **fields), chosen.cells
+        texts, cells = self.client.texts(chosen.prompt, TEXTS_PER_REQUEST, **fields), chosen.cells
         return (np.array([cells.get(text, len(cells)) for text in texts], dtype=np.int64),)
 
     def notes(self) -> list[str]:
-        """Lines about the allowance for other arithmetic, refused fields, and failed requests."""
-        deltas = ", ".join(f"{chosen.model.delta:.4f}" for chosen in self.chosen)
+        deltas = ", ".join(f"{chosen.source.delta:.4f}" for chosen in self.chosen)
         lines = [
             f"Allowed for other arithmetic: logits off by {self.noise:.3f} (standard deviation), "
-            f"which is TV <= {deltas} per prompt, and {OTHER:.1%} of texts that cannot be."
+            f"which is TV <= {deltas} per prompt, and {OTHER:.1%} of impossible texts."
         ]
         if not self.client.neutral:
-            lines.append(f"It refuses {', '.join(NEUTRAL)}: it may apply some of its own.")
+            lines.append(f"The server refuses {', '.join(NEUTRAL)}: other defaults may apply.")
         if self.client.failures:
-            failed = ", ".join(f"{what} ({n})" for what, n in self.client.failures.items())
+            failed = ", ".join(f"{reason} ({n})" for reason, n in self.client.failures.items())
             lines.append(f"Requests that failed: {failed}.")
         return lines
 
     def checks(self) -> Checks:
-        broken, lines = checked(self._greedy, self._replay)
+        broken, lines = run_checks(self._greedy, self._replay)
         return broken, ["Not testable against a server: u = 0, tails beyond 24 bits.", *lines]
 
     def _greedy(self) -> tuple[str | None, str]:
         """Check that texts at temperature 0 are the target's.
 
-        Each text is encoded, and its tokens are checked. They may differ from the generated tokens.
-        So if they look wrong, the text is compared with the reference's text, token by token.
+        The tokens of an encoded text may differ from the generated tokens. So if these tokens look
+        wrong, the text is compared with the reference's text.
         """
         params, gaps = SamplingParams(temperature=0.0), list[float]()
         fields = {"max_tokens": GREEDY_TOKENS, "temperature": 0.0}
@@ -304,20 +292,17 @@ class ServerAudit:
                 encoded = Text(ids, tokens)
                 wrong, _ = classify([encoded], self.reference.logits([encoded]), params, 2**-23)
                 gaps.append(self._first_gap(ids, text) or 0.0 if wrong else 0.0)
-        bugs = sum(gap > self.reach for gap in gaps)
+        bugs = sum(gap > self.max_shift for gap in gaps)
         ties = sum(gap > 0 for gap in gaps) - bugs
         equal = len(gaps) - ties - bugs
         line = (
             f"Temperature 0: {equal} of {len(gaps)} texts are the target's, {ties} part at a "
-            f"numeric tie (logits within {self.reach:.2f}), {bugs} elsewhere: bugs."
+            f"numeric tie (logits within {self.max_shift:.2f}), {bugs} elsewhere: bugs."
         )
         return ("greedy_differs" if bugs else None), line
 
     def _first_gap(self, ids: list[int], text: str) -> float | None:
-        """The gap of the two best logits where a text first differs from the target's text.
-
-        None if the texts do not differ.
-        """
+        """The gap of the two best logits where a text first differs from the target's, or None."""
         output = list[int]()
         for _ in range(GREEDY_TOKENS):
             (logits,) = self.reference.logits([Text(ids, [*output, 0])])
@@ -351,16 +336,16 @@ class ServerAudit:
         return ("replay_differs" if equal < num - 1 else None), line
 
 
-def near_edge(row_1V: Tensor, params: SamplingParams, reach: float) -> bool:
-    """Whether a nucleus could change if the difference of two logits changed by `reach`.
+def near_edge(row_1V: Tensor, params: SamplingParams, max_shift: float) -> bool:
+    """Whether a nucleus could change if differences of logits changed by `max_shift`.
 
     The nucleus does not change if three conditions remain true: its last token is likelier than the
     first token outside, its mass is at least top_p, and its mass without the last token is below
-    top_p. A change of a logit by `reach` adds at most reach / temperature to log(m / (1 - m)),
-    where m is the mass of a set of tokens.
+    top_p. The shift adds at most max_shift / temperature to log(m / (1 - m)), where m is the mass
+    of a set of tokens.
     """
     p = filtered(row_1V, replace(params, top_p=1.0))[0].sort(descending=True).values
-    mass, factor = p.cumsum(dim=0), math.exp(reach / params.temperature)
+    mass, factor = p.cumsum(dim=0), math.exp(max_shift / params.temperature)
     last = int((mass - p < params.top_p).sum()) - 1
     without_last = float(mass[last] - p[last])
     outside = float(p[last + 1 :].sum())

@@ -1,8 +1,8 @@
-"""Callables and backends as sources of outcomes, on toys: small models with known distributions.
+"""The audits of callables and backends, on toys: small models with known distributions.
 
 A toy is a pair of chains (`laws/chain.py`) on few tokens. An *outcome* is the first `length` tokens
-of a sample, emitted by as many rounds as are needed. Outcomes have the target's distribution if and
-only if the subject is lossless on that toy. Together, the toys distinguish the gallery's bugs.
+of a sample, emitted by as many rounds as are needed. Together, the toys distinguish the gallery's
+bugs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import traceback
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ import torch
 
 from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.audit.enumeration import NotEnumerableError, enumerate_runs
-from foretoken.lab.audit.evidence import ALPHA, Model, PlotText
+from foretoken.lab.audit.evidence import ALPHA, PlotText, Source
 from foretoken.lab.audit.gallery import BUGS, block, standard
 from foretoken.lab.laws.acceptance import ends_of_u
 from foretoken.lab.laws.chain import Chain, Propose, Setting, TableDrafter, emit
@@ -38,7 +38,7 @@ Prefix = tuple[int, ...]
 
 
 class VerifierInputs(NamedTuple):
-    """A verifier's inputs in one round: p [K + 1, V], q [K, V], K drafts, p without filters."""
+    """The inputs of one round: p [K + 1, V], q [K, V], K drafts, and p without filters."""
 
     p: Any
     q: Any
@@ -47,7 +47,7 @@ class VerifierInputs(NamedTuple):
 
 
 class ToyOutcomes(NamedTuple):
-    """A verifier on a toy: P(outcome) [cells], and the mean of accepted drafts in round one."""
+    """A verifier on a toy: P(outcome) [cells], and the mean of accepted drafts in a first round."""
 
     probabilities: Any
     mean_accepted: float
@@ -55,32 +55,23 @@ class ToyOutcomes(NamedTuple):
 
 @dataclass(frozen=True)
 class Toy:
-    """A target and a draft on `vocabulary` tokens.
-
-    Attributes:
-        length: number of tokens of an outcome.
-        num_drafts: number of drafts of every round.
-        spread: standard deviation of the logits.
-        filters: filters of target and draft, as `Setting` names them.
-        drafted: the draft proposes only tokens with ids below this; 0: all tokens.
-    """
+    """A target and a draft on `vocabulary` tokens."""
 
     name: str
     vocabulary: int
-    length: int
-    num_drafts: int
+    length: int  # number of tokens of an outcome
+    num_drafts: int  # number of drafts of every round
     seed: int
-    spread: float = 1.0
-    filters: dict[str, Any] = field(default_factory=dict)
-    drafted: int = 0
+    spread: float = 1.0  # standard deviation of the logits
+    filters: dict[str, Any] = field(default_factory=dict)  # of target and draft, as in `Setting`
+    draft_ids: int = 0  # the draft proposes only tokens with ids below this; 0: all tokens
 
     @property
     def cells(self) -> int:
         return int(self.vocabulary**self.length)
 
     @property
-    def shown(self) -> PlotText:
-        """The description of the toy's outcomes in plots."""
+    def plot(self) -> PlotText:
         filters = " and ".join(f"{name} {value}" for name, value in self.filters.items())
         about = (
             f"A toy of {self.vocabulary} tokens, {self.num_drafts} drafted per round"
@@ -93,29 +84,28 @@ class Toy:
 
     @cached_property
     def chains(self) -> tuple[Chain, Chain]:
-        """Target and draft, with independent logits."""
+        """Target and draft, with independent random logits."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (2, (self.vocabulary + 1) ** 2, self.vocabulary)
         target, draft = torch.randn(shape, generator=generator) * self.spread
-        draft[:, self.drafted or self.vocabulary :] = -math.inf
+        draft[:, self.draft_ids or self.vocabulary :] = -math.inf
         return Chain(target), Chain(draft)
 
     @cached_property
     def tables(self) -> tuple[Any, Any, Any]:
         """p, q, and p without filters, by context: numpy float64 [C, V]."""
         target, draft = self.chains
-        settings = (target, Setting(**self.filters)), (draft, Setting(**self.filters))
-        p, q = (setting.next_token(chain).numpy() for chain, setting in settings)
+        setting = Setting(**self.filters)
+        p, q = (setting.next_token(chain).numpy() for chain in (target, draft))
         return p, q, Setting().next_token(target).numpy()
 
     def context(self, prefix: Prefix) -> int:
-        """Index of the tables' row after these tokens; see `Chain`."""
+        """Index of the row of `tables` after these tokens; see `Chain`."""
         no_token = self.vocabulary
         previous, last = (no_token, no_token, *prefix)[-2:]
         return previous * (no_token + 1) + last
 
     def inputs(self, prefix: Prefix, drafts: list[int]) -> VerifierInputs:
-        """The inputs of a verifier for these drafts after a prefix."""
         p, q, unfiltered = self.tables
         rows = [self.context((*prefix, *drafts[:i])) for i in range(len(drafts) + 1)]
         return VerifierInputs(p[rows], q[rows[:-1]], drafts, unfiltered[rows])
@@ -139,16 +129,12 @@ class Toy:
     def outcomes_of(
         self, begin: Callable[[], Any], whole: bool = False, once: bool = False
     ) -> ToyOutcomes:
-        """Enumerate every draft and every branch of a verifier.
-
-        The results are sums of fewer than 10 000 products of floats, right to 1e-11.
+        """Enumerate every draft and every branch of a verifier; rounding errors are below 1e-11.
 
         Args:
-            begin: makes the verifier for a sample, as `subjects.Bound` does.
-            whole: enumerate whole samples instead of single rounds, for a verifier that remembers
-                earlier rounds.
-            once: draw all tokens after the first round from the target itself. This shows whether
-                the first round is lossless, with a fraction of the runs.
+            begin: makes the verifier of a sample, as `BoundVerifier.begin` does.
+            whole: enumerate whole samples, for a verifier that remembers earlier rounds.
+            once: tokens after the first round are drawn from the target, which saves runs.
 
         Raises:
             NotEnumerableError: see `enumerate_runs`.
@@ -159,11 +145,11 @@ class Toy:
         for length in range(self.length):
             for prefix in [known for known in mass if len(known) == length]:
                 weight = mass.pop(prefix)
-                runs = (
-                    {((x,),): p[self.context(prefix), x] for x in range(self.vocabulary)}
-                    if once and prefix
-                    else self._runs(begin, prefix, whole and not once)
-                )
+                if once and prefix:
+                    next_token = enumerate(p[self.context(prefix)])
+                    runs: dict[tuple[Prefix, ...], Any] = {((x,),): y for x, y in next_token}
+                else:
+                    runs = self._runs(begin, prefix, whole and not once)
                 for rounds, chance in runs.items():
                     if not prefix:
                         accepted[len(rounds[0]) - 1] += chance
@@ -177,14 +163,10 @@ class Toy:
     def _runs(
         self, begin: Callable[[], Any], prefix: Prefix, whole: bool
     ) -> dict[tuple[Prefix, ...], Any]:
-        """The probability of the emitted tokens, a tuple per round, after a prefix.
-
-        whole: for all rounds of the sample; False: only for the next round
-        """
+        """P(emitted tokens, one tuple per round) after a prefix; `whole`: of all later rounds."""
         q = self.tables[1]
 
         def run(rng: Any) -> tuple[Prefix, ...]:
-            """Draw drafts and verify them, for one round or for a whole sample."""
             verify, tokens, rounds = begin(), prefix, list[Prefix]()
             while not rounds or (whole and len(tokens) < self.length):
                 drafts: list[int] = []
@@ -198,25 +180,23 @@ class Toy:
 
     @cached_property
     def optimum(self) -> tuple[float, float]:
-        """The mean number of drafts per round that `standard` accepts, and that `block` accepts.
-
-        The latter is the optimum. For one draft both are sum_x min(p(x), q(x)).
-        """
+        """The mean number of accepted drafts per round: of `standard`, of `block` (the optimum)."""
         of_standard = self.outcomes_of(bind(standard).begin).mean_accepted
         of_block = self.outcomes_of(bind(block).begin).mean_accepted
         return of_standard, of_block
 
 
-# With these seeds every bug of the gallery differs by 0.0029 nats per outcome or more.
+# With these seeds every bug of the gallery differs from p by at least 0.0029 nats per outcome.
 TOYS = (
     Toy("pairs", 4, 2, 2, seed=3),
     Toy("binary", 2, 4, 3, seed=1),
     Toy("filtered", 4, 2, 2, seed=2, spread=0.7, filters={"top_k": 3}),
     Toy("heated", 16, 1, 1, seed=4, spread=0.7, filters={"temperature": 0.6}),
 )
-# Toys that are only enumerated, for one round: some verifiers are right only for few tokens. With
-# few drafts this takes 2,000 runs.
-WIDE = (Toy("wide", 64, 2, 1, seed=5, drafted=16), Toy("wide pairs", 16, 3, 2, seed=6, drafted=4))
+# Toys that are only enumerated, for one round: some verifiers are correct only for few tokens. With
+# few ids of drafts this takes 2,000 runs.
+_TOY_64, _TOY_16 = Toy("wide", 64, 2, 1, seed=5), Toy("wide pairs", 16, 3, 2, seed=6)
+WIDE = (replace(_TOY_64, draft_ids=16), replace(_TOY_16, draft_ids=4))
 
 
 def up_to(toys: Sequence[Toy]) -> str:
@@ -238,38 +218,29 @@ sample has an instance, which is called for all rounds of the sample.
 """
 
 Draw = Callable[[int, int, int], tuple[Any, ...]]
-"""(number of the model, number of outcomes, number of the wave) -> the arguments of `Evidence.add`
-after the number of the model."""
+"""(index of the source, number of outcomes, index of the batch) -> arguments of `Evidence.add`
+without its first one, the index of the source."""
 
 Checks = tuple[list[str], list[str]]
 """Bugs found without draws, and a line for each check."""
 
 
 class Subject(NamedTuple):
-    """What is audited: its name, its models (sources of outcomes), and how it draws from them.
-
-    Attributes:
-        exact: a verifier to enumerate, or other checks without draws; None: no such checks.
-        batch: number of outcomes of a model that are drawn together.
-        budget: default of the total number of outcomes.
-        notes: returns lines to report at the end, in addition to the evidence.
-        drawn: share of alpha for the draws; checks without draws have the rest.
-        of_tokens: the number of tokens that its models distinguish, as part of a sentence; "" if
-            they distinguish all tokens.
-    """
+    """What is audited: its name, its sources of outcomes, and how it draws from them."""
 
     name: str
-    models: Sequence[Model]
+    sources: Sequence[Source]
     draw: Draw
-    exact: Bound | Callable[[], Checks] | None = None
-    batch: int = 1000
-    budget: int = 60_000
-    notes: Callable[[], list[str]] = list
-    drawn: float = 1.0
-    of_tokens: str = ""
+    # A verifier to enumerate, or other checks without draws; None: no such checks.
+    exact: BoundVerifier | Callable[[], Checks] | None = None
+    batch: int = 1000  # number of outcomes of a source that are drawn together
+    budget: int = 60_000  # default of the total number of outcomes
+    notes: Callable[[], list[str]] = list  # returns further lines to report at the end
+    draw_share: float = 1.0  # share of alpha for the draws; checks without draws have the rest
+    of_tokens: str = ""  # the largest vocabulary of its toys, as part of a sentence
 
 
-def checked(*checks: Callable[[], tuple[str | None, str]]) -> Checks:
+def run_checks(*checks: Callable[[], tuple[str | None, str]]) -> Checks:
     """Run checks without draws; each check returns a bug or None, and a line."""
     results = [check() for check in checks]
     return [bug for bug, _ in results if bug], [line for _, line in results]
@@ -279,8 +250,8 @@ class StoppedError(Exception):
     """A subject gives no more outcomes: the audit ends early, and reports that."""
 
 
-class Bound(NamedTuple):
-    """A verifier, and which parameters it takes in addition to p, q and drafts."""
+class BoundVerifier(NamedTuple):
+    """A verifier with its optional parameters, those other than p, q and drafts."""
 
     verify: Verifier
     takes_rng: bool = True
@@ -296,8 +267,8 @@ class Bound(NamedTuple):
         """Whether a round may depend on earlier rounds."""
         return isinstance(self.verify, type)
 
-    def begin(self) -> Bound:
-        """The verifier for the rounds of one sample: of a class, a new instance."""
+    def begin(self) -> BoundVerifier:
+        """The verifier for the rounds of one sample; if it is a class, a new instance."""
         verify: Any = self.verify() if self.remembers else self.verify
         return self._replace(verify=verify)
 
@@ -318,7 +289,7 @@ class Bound(NamedTuple):
         p = inputs.unfiltered if self.takes_params else inputs.p
         arguments = (p.copy(), inputs.q.copy(), list(inputs.drafts), *[rng] * self.takes_rng)
         try:
-            out = self.verify(*arguments, **options)
+            returned = self.verify(*arguments, **options)
         except NotEnumerableError:
             raise
         except Exception as error:
@@ -330,34 +301,34 @@ class Bound(NamedTuple):
             bound = "a function (p, q, drafts, rng) that returns token ids"
             raise RequestError("callable", self.name, bound, remedy) from error
         try:
-            tokens = tuple(operator.index(token) for token in out)
+            tokens = tuple(operator.index(token) for token in returned)
         except TypeError:
-            raise RequestError(f"{self.name}()", out, "a sequence of token ids") from None
+            raise RequestError(f"{self.name}()", returned, "a sequence of token ids") from None
         num = len(tokens) - 1
         if not 0 <= num <= len(inputs.drafts) or list(tokens[:num]) != list(inputs.drafts[:num]):
-            bound = f"none, some or all of the drafts {inputs.drafts}, in order, and one token more"
+            bound = f"a prefix of the drafts {inputs.drafts} (maybe empty), then one more token"
             raise RequestError(f"{self.name}()", tokens, bound)
         if not 0 <= tokens[-1] < toy.vocabulary:
             raise RequestError(f"{self.name}()", tokens, f"ids in [0, {toy.vocabulary - 1}]")
         return tokens
 
 
-def bind(verify: Verifier) -> Bound:
-    """Make a `Bound` of a verifier: look up which parameters it takes."""
+def bind(verify: Verifier) -> BoundVerifier:
+    """A verifier with its optional parameters, which are read from its signature."""
     try:
         function = verify.__call__ if isinstance(verify, type) else verify
         parameters = [*inspect.signature(function).parameters.values()]
-        parameters = parameters[isinstance(verify, type) :]  # of a class without `self`
+        parameters = parameters[isinstance(verify, type) :]  # without `self`
     except (TypeError, ValueError):  # some extension modules have no signature
-        return Bound(verify)
+        return BoundVerifier(verify)
     names = [p.name for p in parameters]
     positional = [p for p in parameters if p.name not in ("uniforms", "params")]
     positional = [p for p in positional if p.kind != p.KEYWORD_ONLY]
     takes_rng = len(positional) > 3 or any(p.kind == p.VAR_POSITIONAL for p in positional)
-    return Bound(verify, takes_rng, "uniforms" in names, "params" in names)
+    return BoundVerifier(verify, takes_rng, "uniforms" in names, "params" in names)
 
 
-def load(name: str) -> Bound:
+def load_verifier(name: str) -> BoundVerifier:
     """Import the verifier `module:function`, from a module or from a file in the working folder."""
     module, _, function = name.partition(":")
     remedy = "For example `my_verifier:verify` for `verify` in my_verifier.py."
@@ -371,7 +342,7 @@ def load(name: str) -> Bound:
         for part in function.split("."):
             verifier = getattr(verifier, part)
     except (ImportError, AttributeError) as error:
-        raise ConfigError("callable", name, "what can be imported", f"{error}.") from error
+        raise ConfigError("callable", name, "an importable function", f"{error}.") from error
     if not callable(verifier):
         raise ConfigError("callable", name, f"a function, not {type(verifier).__name__}", remedy)
     return bind(verifier)
@@ -390,30 +361,24 @@ def _module(name: str) -> Any:
 
 
 @cache
-def models() -> tuple[Model, ...]:
-    """A model for each toy, with the distributions of every bug of the gallery."""
+def toy_sources() -> tuple[Source, ...]:
+    """A source for each of `TOYS`, with the distributions of the gallery's bugs."""
     bugs = {bug.key: bind(bug.verify) for bug in BUGS if not bug.by_uniforms}
-    return tuple(
-        Model(
-            toy.name,
-            toy.null,
-            {k: toy.outcomes_of(b.begin, b.remembers).probabilities for k, b in bugs.items()},
-            toy.num_drafts,
-            max(toy.optimum),
-            toy.optimum[0],
-            shown=toy.shown,
-        )
-        for toy in TOYS
-    )
+    sources = []
+    for toy in TOYS:
+        outcomes = {k: toy.outcomes_of(b.begin, b.remembers) for k, b in bugs.items()}
+        distributions = {k: outcome.probabilities for k, outcome in outcomes.items()}
+        source = Source(toy.name, toy.null, distributions, toy.num_drafts, max(toy.optimum))
+        sources.append(source._replace(usual_accepted=toy.optimum[0], plot=toy.plot))
+    return tuple(sources)
 
 
-def callable_subject(name: str, verify: Bound, seed: int = 0) -> Subject:
-    """The subject for a Python verifier. Each round's drafts are drawn from q."""
+def callable_subject(name: str, verify: BoundVerifier, seed: int = 0) -> Subject:
+    """The audit of a Python verifier, on toys."""
 
-    def draw(number: int, trials: int, wave: int) -> tuple[Any, Any]:
-        """Outcomes of `trials` samples of a toy, and the accepted drafts of their first rounds."""
+    def draw(number: int, trials: int, batch: int) -> tuple[Any, Any]:
         toy = TOYS[number]
-        rng = np.random.default_rng((seed, number, wave))
+        rng = np.random.default_rng((seed, number, batch))
         cumulative_q = toy.tables[1].cumsum(axis=1)[:, :-1].tolist()
         cells, accepted = np.empty(trials, np.int64), np.empty(trials, np.int64)
         for n in range(trials):
@@ -429,7 +394,7 @@ def callable_subject(name: str, verify: Bound, seed: int = 0) -> Subject:
             cells[n] = toy.cell(tokens)
         return cells, accepted
 
-    return Subject(name, models(), draw, verify, of_tokens=up_to(TOYS))
+    return Subject(name, toy_sources(), draw, verify, of_tokens=up_to(TOYS))
 
 
 def backend_subject(
@@ -441,34 +406,30 @@ def backend_subject(
     mutate: Callable[[Propose], Propose] = lambda propose: propose,
     alpha: float = ALPHA,
 ) -> Subject:
-    """The subject for a backend's own `draft` and `verify`, with thousands of slots per call.
+    """The audit of a backend's `draft` and `verify`, on toys with thousands of slots per call.
 
     For `standard`, half of `alpha` is for a count of tokens from a far tail, half for the draws.
-
-    Args:
-        mutate: wraps the drafter.
+    `mutate` changes the drafter.
     """
 
-    def draw(number: int, trials: int, wave: int) -> tuple[Any, Any]:
-        """Outcomes of `trials` samples of a toy, and the accepted drafts of their first rounds."""
+    def draw(number: int, trials: int, batch: int) -> tuple[Any, Any]:
         toy = TOYS[number]
         target, draft = (chain.to(device) for chain in toy.chains)
         make = partial(TableDrafter, backend, draft, num_drafts=toy.num_drafts)
         emission = emit(
             backend, target, lambda params: mutate(make(params)), Setting(rule=rule, **toy.filters),
-            length=toy.length, trials=trials, seed=1 + seed * 1009 + wave,
+            length=toy.length, trials=trials, seed=1 + seed * 1009 + batch,
         )  # fmt: skip
         digits = toy.vocabulary ** torch.arange(toy.length - 1, -1, -1, device=device)
         cells = (emission.token_SL * digits).sum(dim=1)
-        return cells.cpu().numpy(), emission.first_S.cpu().numpy()
+        return cells.cpu().numpy(), emission.first_accepted_S.cpu().numpy()
 
     def check_ends() -> Checks:
-        """Check u at both ends of its range, and tokens of a far tail."""
         broken = [] if all(f.passed for f in ends_of_u(backend, device)) else ["accept_at_zero"]
         if poisson(*tail_counts(sampler(backend), device, 1024, TAIL_DRAWS)) < alpha / 2:
             broken.append("float32_tail")
         result = ", ".join(broken) or "both ends are right"
         return broken, [f"u at both ends, and a tail in {TAIL_DRAWS:,} draws of 1,024: {result}."]
 
-    subject = Subject(name, models(), draw, batch=4000, of_tokens=up_to(TOYS))
-    return subject._replace(exact=check_ends, drawn=0.5) if rule is Rule.STANDARD else subject
+    subject = Subject(name, toy_sources(), draw, batch=4000, of_tokens=up_to(TOYS))
+    return subject._replace(exact=check_ends, draw_share=0.5) if rule is Rule.STANDARD else subject

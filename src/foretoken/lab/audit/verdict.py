@@ -1,4 +1,4 @@
-"""From a subject to a verdict: draw until the subject's bug has a name, or the budget ends."""
+"""The audit of a subject: draw until its bug has a name or the budget ends, then give a verdict."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from foretoken.lab.audit.gallery import BUGS
 from foretoken.lab.audit.subjects import (
     TOYS,
     WIDE,
-    Bound,
+    BoundVerifier,
     StoppedError,
     Subject,
     Toy,
     VerifierInputs,
-    models,
+    toy_sources,
     up_to,
 )
 
-EXACT = 1e-6  # bound of the rounding error of an enumerated probability: 1e-7 in float32
-SAME = 0.25  # a bug is named if its distance to the subject is below this share of p's distance
+ROUNDING = 1e-6  # bound of the rounding error of an enumerated probability: 1e-7 in float32
+NEAR = 0.25  # distance of a bug from the subject at which it is named, per distance of p
 INCONCLUSIVE = "inconclusive"
-DRAWS_TO_NAME = 4  # to name the bug, at most so many times the draws of the refutation are made
-WHAT = {bug.key: bug.what for bug in BUGS} | {
+DRAWS_TO_NAME = 4  # factor: draws until a bug is named, at most, per draw until the refutation
+FLAWS = {bug.key: bug.flaw for bug in BUGS} | {
     TOO_MUCH: "more drafts are accepted than any lossless rule could",
     UNKNOWN: "something is wrong that no bug of the gallery explains",
     "greedy_differs": "at temperature 0 tokens are not the target's likeliest",
@@ -40,47 +40,35 @@ WHAT = {bug.key: bug.what for bug in BUGS} | {
 }
 
 Report = Callable[[int], None]
-"""Called with the number of draws so far."""
+"""Called with the number of draws that are done."""
 
 
 @dataclass
 class Finding:
-    """The result of auditing one subject.
-
-    Attributes:
-        error: the largest error of an enumerated probability; None: the subject could not be
-            enumerated.
-        same_as: the bug of the gallery that has the enumerated distribution; None: no bug has it.
-        exact: lines about enumeration, injected uniforms, and other checks without draws.
-        broken: bugs found by checks without draws.
-        notes: lines of the subject, in addition to the evidence.
-        complete: False if the audit was interrupted.
-        stopped: the reason why the subject stopped giving outcomes; None: it did not stop.
-    """
+    """The result of auditing one subject."""
 
     subject: Subject
     evidence: Evidence
-    error: float | None = None
-    same_as: str | None = None
-    exact: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    complete: bool = False
-    stopped: str | None = None
+    error: float | None = None  # the largest error of enumerated probabilities, if enumerated
+    same_as: str | None = None  # the bug of the gallery with the enumerated distribution, or None
+    exact: list[str] = field(default_factory=list)  # lines about checks without draws
+    broken: list[str] = field(default_factory=list)  # bugs that checks found
+    notes: list[str] = field(default_factory=list)  # further lines from the subject
+    complete: bool = False  # False if the audit was interrupted
+    stopped: str | None = None  # the reason why the subject stopped giving outcomes, or None
 
     @property
     def enumerated_wrong(self) -> bool:
-        """Whether the subject's enumerated distribution differs from the target's."""
-        return self.error is not None and self.error > EXACT
+        return self.error is not None and self.error > ROUNDING
 
     @property
     def refuted(self) -> bool:
-        """Whether enumeration, a check or the draws show that the subject is not lossless."""
+        """Whether enumeration, a check or the evidence shows that the subject is not lossless."""
         return self.enumerated_wrong or bool(self.broken) or self.evidence.refuted_at is not None
 
     @property
     def bug(self) -> str | None:
-        """The name of the bug, or `UNKNOWN` if it has no name; None if nothing is refuted."""
+        """The key of the bug, `UNKNOWN` if the gallery lacks it; None if nothing is refuted."""
         if not self.refuted:
             return None
         if self.enumerated_wrong:
@@ -94,23 +82,23 @@ class Finding:
         evidence = self.evidence
         interrupted = "" if self.complete else " INTERRUPTED: partial."
         if self.refuted:
-            by_uniforms = isinstance(self.subject.exact, Bound)
+            by_uniforms = isinstance(self.subject.exact, BoundVerifier)
             how = "by injected uniforms" if by_uniforms else "without a draw"
             if self.enumerated_wrong:
                 how = "by enumeration"
             if evidence.refuted_at is not None:
                 how = f"after {evidence.refuted_at:,} draws (e-value 10^{evidence.log10_e:.1f})"
-            return f"REFUTED {how}: {WHAT[self.bug or UNKNOWN]}.{interrupted}"
-        if not evidence.sources and self.complete:
+            return f"REFUTED {how}: {FLAWS[self.bug or UNKNOWN]}.{interrupted}"
+        if not evidence.tallies and self.complete:
             return "not refuted: all is as it should be at temperature 0, where nothing is drawn."
         if evidence.draws == 0:
             return f"{INCONCLUSIVE}: nothing was drawn.{interrupted}"
-        with_drafts = [source for source in evidence.sources if source.model.rounds]
-        if with_drafts and not any(source.accepted for source in with_drafts):
+        with_drafts = [tally for tally in evidence.tallies if tally.source.num_drafts]
+        if with_drafts and not any(tally.accepted for tally in with_drafts):
             return f"{INCONCLUSIVE}: no draft was accepted, so nothing was at stake.{interrupted}"
-        num = len(evidence.sources)
-        bound = max(source.distance_bound(num) for source in evidence.sources)
-        cells = max(len(source.counts) for source in evidence.sources)
+        num = len(evidence.tallies)
+        bound = max(tally.distance_bound(num) for tally in evidence.tallies)
+        cells = max(len(tally.counts) for tally in evidence.tallies)
         line = (
             f"no difference in {evidence.draws:,} draws: TV <= {bound:.3f} with {CONFIDENCE:.0%} "
             f"confidence over {cells} outcomes{self.subject.of_tokens}.{interrupted}"
@@ -119,7 +107,7 @@ class Finding:
         if (less := evidence.accepts_less) is not None:
             state += (
                 f", accepts less than it could ({less.acceptance[0]:.2f} where "
-                f"`{less.model.usual_rule}` accepts {less.usual:.2f})"
+                f"`{less.source.usual_rule}` accepts {less.usual:.2f})"
             )
         exact = f"every probability equals p by enumeration{up_to(TOYS + WIDE)}; "
         return f"{state}: {exact * (self.error is not None)}{line}"
@@ -131,23 +119,23 @@ def audit(
     report: Report = lambda done: None,
     finding: Finding | None = None,
 ) -> Finding:
-    """Draw until the budget ends, or the subject is refuted and its bug has a name.
+    """Audit a subject: checks without draws, then draws until it is refuted or the budget ends.
 
     Args:
         draws: total number of outcomes; None: the subject's own budget.
         finding: filled during the audit, so that an interrupted audit keeps its results.
     """
-    finding = finding or Finding(subject, Evidence(subject.models, ALPHA * subject.drawn))
+    finding = finding or Finding(subject, Evidence(subject.sources, ALPHA * subject.draw_share))
     budget = subject.budget if draws is None else draws
     report(0)
-    if isinstance(subject.exact, Bound):
-        finding.error, finding.same_as, lines = enumerated(subject.exact)
-        finding.broken, uniform_lines = injected(subject.exact)
+    if isinstance(subject.exact, BoundVerifier):
+        finding.error, finding.same_as, lines = enumerate_verifier(subject.exact)
+        finding.broken, uniform_lines = check_end_uniforms(subject.exact)
         finding.exact += [*lines, *uniform_lines]
     try:
-        if subject.exact is not None and not isinstance(subject.exact, Bound):
+        if subject.exact is not None and not isinstance(subject.exact, BoundVerifier):
             finding.broken, finding.exact = subject.exact()
-        limit = budget if subject.models and not finding.broken else 0
+        limit = budget if subject.sources and not finding.broken else 0
         _draw_until_sure(finding, limit, report)
         finding.complete = True
     except StoppedError as error:
@@ -160,36 +148,31 @@ def audit(
 
 
 def _draw_until_sure(finding: Finding, budget: int, report: Report) -> None:
-    """Draw `budget` outcomes; stop when the subject is refuted and its bug has a name.
-
-    After a refutation, `DRAWS_TO_NAME` limits the draws for the name.
-    """
-    evidence, subject, wave, limit = finding.evidence, finding.subject, 0, budget
-    models = subject.models
+    """Draw `budget` outcomes; stop when the subject is refuted and its bug has a name."""
+    evidence, subject, batch, limit = finding.evidence, finding.subject, 0, budget
     while evidence.draws < limit:
-        share = -(-(limit - evidence.draws) // len(models))
-        for number in range(len(models)):
-            evidence.add(number, *subject.draw(number, min(subject.batch, share), wave))
+        share = -(-(limit - evidence.draws) // len(subject.sources))
+        for number in range(len(subject.sources)):
+            evidence.add(number, *subject.draw(number, min(subject.batch, share), batch))
             report(evidence.draws)
-        wave += 1
+        batch += 1
         if evidence.refuted_at is not None:
             if evidence.name is not None or finding.same_as is not None:
                 break
             limit = min(budget, DRAWS_TO_NAME * max(evidence.draws, evidence.refuted_at))
 
 
-def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
-    """Enumerate a verifier on all toys; wide toys are left out once the verifier is wrong.
+def enumerate_verifier(verify: BoundVerifier) -> tuple[float | None, str | None, list[str]]:
+    """Enumerate a verifier on all toys; a wrong verifier is not enumerated on `WIDE` toys.
 
     Returns:
-        The largest error of an outcome's probability, or None if it cannot be enumerated; the bug
-        of the gallery with the same distributions, or None; and lines about both.
+        `error`, `same_as` and `exact` of a `Finding`.
     """
     distributions, errors = [], dict[int, float]()
     try:
         for toy in (*TOYS, *WIDE):
             wide = toy in WIDE
-            if wide and max(errors.values()) > EXACT:
+            if wide and max(errors.values()) > ROUNDING:
                 continue
             outcomes = toy.outcomes_of(verify.begin, verify.remembers, once=wide)
             distributions += [] if wide else [outcomes.probabilities]
@@ -198,35 +181,35 @@ def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
     except NotEnumerableError as error:
         return None, None, [f"Not enumerated: {error}. {REMEDY}."]
     worst = max(errors.values())
-    wrong = ", ".join(str(size) for size, error in sorted(errors.items()) if error > EXACT)
+    wrong = ", ".join(str(size) for size, error in sorted(errors.items()) if error > ROUNDING)
     state = f"DIFFERS from p by {worst:.3g} with {wrong}" if wrong else f"equals p to {worst:.1g}"
     sizes = ", ".join(map(str, sorted(errors)))
     line = (
         f"Enumerated with {sizes} tokens, every draft and every uniform: each probability {state}"
     )
-    bug = same_as(distributions) if wrong else None
-    return worst, bug, [f"{line} (rounding explains {EXACT:g})."]
+    bug = nearest_bug(distributions) if wrong else None
+    return worst, bug, [f"{line} (rounding explains {ROUNDING:g})."]
 
 
-def same_as(distributions: Sequence[Any]) -> str | None:
+def nearest_bug(distributions: Sequence[Any]) -> str | None:
     """The bug of the gallery that has nearly these distributions of outcomes on `TOYS`, or None."""
 
-    def distance(others: Sequence[Any]) -> float:
-        """The largest total variation over the toys."""
-        pairs = zip(distributions, others, strict=True)
+    def largest_distance(alternatives: Sequence[Any]) -> float:
+        pairs = zip(distributions, alternatives, strict=True)
         return max(float(np.abs(a - b).sum() / 2) for a, b in pairs)
 
-    toys = models()
-    distance_of = {bug: distance([toy.bugs[bug] for toy in toys]) for bug in toys[0].bugs}
+    toys = toy_sources()
+    distance_of = {bug: largest_distance([toy.bugs[bug] for toy in toys]) for bug in toys[0].bugs}
     nearest = min(distance_of, key=distance_of.__getitem__)
-    is_near = distance_of[nearest] < SAME * distance([toy.null for toy in toys])
+    is_near = distance_of[nearest] < NEAR * largest_distance([toy.null for toy in toys])
     return nearest if is_near else None
 
 
-def injected(verify: Bound) -> tuple[list[str], list[str]]:
+def check_end_uniforms(verify: BoundVerifier) -> tuple[list[str], list[str]]:
     """Bugs that show only with uniforms at the ends of their range, and lines about them.
 
-    For example, a token of probability 2^-27 must be drawn at one of the ends, whatever its id.
+    u = 0 must not accept a draft of probability 0, and a token of probability 2^-27 must be drawn
+    at one of the ends.
     """
     if not verify.takes_uniforms:
         return [], ["Not testable without a parameter `uniforms`: u = 0, tails beyond 24 bits."]

@@ -342,7 +342,7 @@ def _lengths(rows: Sequence[Row], colours: Colours) -> str:
         ]
         return line_chart(title, Axes("tokens", "share of verifications"), series)
     bars = [
-        Bar(str(i), name, {"share": spread.median}, reach=(spread.min, spread.max))
+        Bar(str(i), name, {"share": spread.median}, limits=(spread.min, spread.max))
         for name, shares in shares_of.items()
         for i, spread in shares.items()
     ]

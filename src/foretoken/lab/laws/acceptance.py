@@ -1,7 +1,6 @@
-"""Laws of acceptance: the number of accepted drafts by exact enumeration, drafts that are always or
-never accepted, and the synthetic rule at stated rates.
+"""Laws of acceptance: how many drafts each rule accepts.
 
-Shapes as in `laws/__init__.py`; P paths of drafts.
+Shapes as in `laws/__init__.py`; P paths, that is, sequences of drafts.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from foretoken.lab.laws.chain import (
     Propose,
     Setting,
     TableDrafter,
+    batches,
     emit,
     random_chain,
-    waves,
 )
 from foretoken.lab.laws.findings import Finding, fit, none_finding, p_finding, z_finding
 from foretoken.ops import (
@@ -43,19 +42,16 @@ from foretoken.ops import (
 )
 from foretoken.sampling.synthetic import rates_of
 
-LOSSLESS = (Rule.STANDARD, Rule.BLOCK)
-# With these keys the first ACCEPT word at position 0, draft 0 is 0 or 2^32 - 1, respectively; they
-# were found by trying all keys. The acceptance uniform is then 2^-33 or, clamped, 1 - 2^-24; in
-# FP64 it is within 2^-32 of the end of its range.
+RATIO_RULES = (Rule.STANDARD, Rule.BLOCK)  # lossless rules that compare u with ratios of p and q
+# Keys, found by trying all, with which the first 32-bit word of acceptance noise (position 0, draft
+# 0) is 0 or 2^32 - 1. The uniform is then 2^-33 or, clamped, 1 - 2^-24; FP64: within 2^-32 of 0, 1.
 LOWEST_U, HIGHEST_U = 2059081754, 2564521510
 
 
 def accepted_moments(
     p_CV: Tensor, q_CV: Tensor, chain: Chain, num_drafts: int, rule: Rule
 ) -> tuple[float, float]:
-    """Exact mean and variance of the number of accepted drafts in one round.
-
-    They are sums over all paths, that is, sequences of drafts.
+    """Exact mean and variance of the number tau of accepted drafts in a round, over all paths.
 
     `standard` (Leviathan et al. 2023): P(tau >= i | path) = prod_{j <= i} min(1, p / q). `block`
     (Sun et al. 2024, algorithm 2): P(tau = i | path) = h_i prod_{j > i} (1 - h_j).
@@ -81,7 +77,7 @@ def accepted_moments(
                 mass_P = (weighted_PV - q_CV[context_P[i]]).clamp(min=0).sum(dim=1)
                 h_P = (mass_P / (mass_P + 1 - weight_P)).nan_to_num(nan=1.0)
             failure.append(1 - h_P)
-        # tau >= i, unless u_j >= h_j for all j >= i.
+        # tau < i only if u_j >= h_j for all j >= i.
         reached_PK = 1 - torch.stack(failure, dim=1).flip(1).cumprod(dim=1).flip(1)
     index_K = torch.arange(1, num_drafts + 1, dtype=torch.float64)
     mean = float((chance_P[:, None] * reached_PK).sum())
@@ -92,29 +88,27 @@ def accepted_moments(
 def mean_accepted(
     backend: Backend, device: torch.device, trials: int = TRIALS, num_drafts: int = 3
 ) -> list[Finding]:
-    """The mean number of accepted drafts per round is the exact one, for two rules.
-
-    Cases: real and one-hot q, FP32 and FP64 noise.
-    """
+    """The mean number of accepted drafts per round is exact: real and one-hot q, any noise."""
     target, draft = random_chain(5, 2, 0.7)
     device_target, device_draft = target.to(device), draft.to(device)
     best_C = target.logits_CV.argmax(dim=1)
     findings = []
-    for rule, real_q in itertools.product(LOSSLESS, (True, False)):
+    for rule, real_q in itertools.product(RATIO_RULES, (True, False)):
         name = f"mean_accepted-{rule.name.lower()}-{'real' if real_q else 'one_hot'}"
         means, error = [], 0.0
         for width, fp64 in (("fp32", False), ("fp64", True)):
             setting = Setting(0.8, rule=rule, fp64_noise=fp64)
-            q_CV = setting.next_token(draft) if real_q else one_hot(best_C, 5)
+            one_hot_CV = torch.nn.functional.one_hot(best_C, 5).double()
+            q_CV = setting.next_token(draft) if real_q else one_hot_CV
             mean, variance = accepted_moments(
                 setting.next_token(target), q_CV, target, num_drafts, rule
             )
-            make = partial(
+            make_propose = partial(
                 TableDrafter, backend, device_draft, num_drafts=num_drafts, real_q=real_q,
                 lookup=None if real_q else best_C.to(device), fp64_noise=fp64,
             )  # fmt: skip
             emission = emit(
-                backend, device_target, make, setting,
+                backend, device_target, make_propose, setting,
                 length=num_drafts + 1, trials=trials, seed=3 + fp64, rounds=1,
             )  # fmt: skip
             means.append(sum(emission.accepted) / trials)
@@ -123,11 +117,6 @@ def mean_accepted(
         equal = z_finding(f"{name}-fp32=fp64", means[0], means[1], math.sqrt(2) * error, trials)
         findings.append(equal)
     return findings
-
-
-def one_hot(token_C: Tensor, vocabulary: int) -> Tensor:
-    """Distributions with all mass on one token of each context, float64 [C, V]."""
-    return torch.nn.functional.one_hot(token_C, vocabulary).double()
 
 
 def one_round(
@@ -140,13 +129,12 @@ def one_round(
 ) -> tuple[Tensor, Tensor]:
     """Draw and verify one draft per request: (n_accept, first emitted token), [trials] each.
 
-    Args:
-        draft_setting: how drafts are drawn; None: with `setting`.
+    draft_setting: how drafts are drawn; None: with `setting`
     """
     device = target_V.device
     accepts, firsts = [], []
-    for wave, num in waves(trials, device, 12 * max(len(target_V), len(draft_V))):
-        seed = 7_000_021 + wave
+    for number, num in batches(trials, device, 12 * max(len(target_V), len(draft_V))):
+        seed = 7_000_021 + number
         params = setting.params(num, seed, device)
         draft_params = (draft_setting or setting).params(num, seed, device)
         slot_B = torch.arange(num, device=device)
@@ -163,16 +151,16 @@ def one_round(
     return torch.cat(accepts), torch.cat(firsts)
 
 
-def first_token(case: str, token_B: Tensor, next_V: Tensor) -> Finding:
-    """The p-value of first tokens under a distribution; 0 if a token has probability 0."""
+def first_token_finding(case: str, token_B: Tensor, next_V: Tensor) -> Finding:
+    """The p-value of the first emitted tokens under P(token), `next_V`."""
     p = fit(torch.bincount(token_B, minlength=len(next_V)), next_V)
     return p_finding(f"{case}-law", p, len(token_B))
 
 
 def overlap(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
-    """`standard` accepts one draft with probability sum_x min(p(x), q(x)); so does `block`."""
+    """`standard` and `block` accept a single draft with probability sum_x min(p(x), q(x))."""
     findings = []
-    for seed, rule in enumerate(LOSSLESS * 2):
+    for seed, rule in enumerate(RATIO_RULES * 2):
         generator = torch.Generator().manual_seed(seed)
         target_V, draft_V = torch.randn(2, 12, generator=generator)
         expected = float(torch.minimum(target_V.softmax(0), draft_V.softmax(0)).sum())
@@ -184,52 +172,52 @@ def overlap(backend: Backend, device: torch.device, trials: int = TRIALS) -> lis
         name = f"overlap-{rule.name.lower()}-{'fp64' if seed >= 2 else 'fp32'}"
         share = float(n_accept.double().mean())
         findings.append(z_finding(name, share, expected, error, trials))
-        findings.append(first_token(name, first, target_V.softmax(0)))
+        findings.append(first_token_finding(name, first, target_V.softmax(0)))
     return findings
 
 
-def exact_share(case: str, n_accept: Tensor, expected: float) -> Finding:
-    """The share of accepted drafts, which must be exactly the expected share (0 or 1)."""
+def share_finding(case: str, n_accept: Tensor, expected: float) -> Finding:
+    """The share of accepted drafts, which must be the expected share (0 or 1) exactly."""
     share = float(n_accept.double().mean())
     return Finding(case, "accepted", share, expected - 1e-9, expected + 1e-9, len(n_accept))
 
 
 def always_and_never(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
-    """If draft and target are equal, all drafts are accepted, at any T. If they have no token in
-    common, no draft is accepted, and the emitted tokens have the target's distribution.
-    """
+    """A draft equal to the target is always accepted, a draft with no token in common never."""
     findings = []
     generator = torch.Generator().manual_seed(0)
     equal_V = (torch.randn(12, generator=generator) * 5).to(device)
     target_V, draft_V = torch.full((2, 12), -torch.inf, device=device)
     target_V[:6], draft_V[6:] = torch.arange(6, device=device) / 3, 0.0
-    for rule in LOSSLESS:
+    for rule in RATIO_RULES:
         name = rule.name.lower()
         for temperature in (0.0, 0.3, 1.0, 2.0):
             setting = Setting(temperature, rule=rule)
             n_accept, _ = one_round(backend, equal_V, equal_V, setting, trials // 4)
-            findings.append(exact_share(f"draft=target-{name}-T{temperature:g}", n_accept, 1.0))
+            findings.append(share_finding(f"draft=target-{name}-T{temperature:g}", n_accept, 1.0))
         n_accept, first = one_round(backend, target_V, draft_V, Setting(rule=rule), trials)
-        findings.append(exact_share(f"disjoint-{name}", n_accept, 0.0))
-        findings.append(first_token(f"disjoint-{name}", first, target_V.cpu().softmax(0)))
+        findings.append(share_finding(f"disjoint-{name}", n_accept, 0.0))
+        findings.append(first_token_finding(f"disjoint-{name}", first, target_V.cpu().softmax(0)))
     return findings
 
 
 def outside_the_nucleus(
     backend: Backend, device: torch.device, trials: int = TRIALS
 ) -> list[Finding]:
-    """Tokens dropped by the target's filters are never accepted; drafts are drawn unfiltered."""
+    """Unfiltered drafts of tokens outside the target's filters are never accepted."""
     findings = []
     target_V = torch.randn(12, generator=torch.Generator().manual_seed(3))
     device_V = target_V.to(device)
     variants: list[dict[str, Any]] = [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.3}]
-    for rule, filters in itertools.product(LOSSLESS, variants):
+    for rule, filters in itertools.product(RATIO_RULES, variants):
         setting = Setting(rule=rule, **filters)
         n_accept, first = one_round(
             backend, device_V, -device_V / 2, setting, trials, Setting(rule=rule)
         )
         name = f"nucleus-{rule.name.lower()}-{next(iter(filters))}"
-        findings.append(first_token(name, first, setting.next_token(Chain(target_V[None]))[0]))
+        findings.append(
+            first_token_finding(name, first, setting.next_token(Chain(target_V[None]))[0])
+        )
         share = float(n_accept.double().mean())
         findings.append(Finding(name, "accepted", share, 0.01, 0.99, trials))
     return findings
@@ -238,45 +226,40 @@ def outside_the_nucleus(
 def ends_of_u(backend: Backend, device: torch.device) -> list[Finding]:
     """With u at either end of its range, p = 0 is never accepted and p = q always."""
     draft = 5
-    same_V = torch.linspace(0.0, 3.0, 8, device=device)  # also the draft's logits
+    draft_V = torch.linspace(0.0, 3.0, 8, device=device)
     banned_V = torch.zeros(8, device=device)
     banned_V[draft] = -torch.inf
-    filtered_V = same_V.flip(0)  # token 5 is outside its top 3
+    filtered_V = draft_V.flip(0)  # token 5 is outside its top 3
     # (name, logits of the target, top-k, expected share of accepted drafts)
-    cases = (("p=0", banned_V, 0, 0.0), ("outside", filtered_V, 3, 0.0), ("p=q", same_V, 0, 1.0))
+    cases = (("p=0", banned_V, 0, 0.0), ("outside", filtered_V, 3, 0.0), ("p=q", draft_V, 0, 1.0))
     ends = (("lowest", LOWEST_U), ("highest", HIGHEST_U))
     findings = []
-    for (end, key), rule, fp64 in itertools.product(ends, LOSSLESS, (False, True)):
+    for (end, key), rule, fp64 in itertools.product(ends, RATIO_RULES, (False, True)):
         for name, logits_V, top_k, expected in cases:
             setting = Setting(top_k=top_k, rule=rule, fp64_noise=fp64)
             params = replace(setting.params(1, 0, device), key_S=torch.tensor([key], device=device))
             zero_B = torch.zeros(1, dtype=torch.int64, device=device)
-            cache = DraftCache.empty(1, 1, 8, same_V.dtype, device)
+            cache = DraftCache.empty(1, 1, 8, draft_V.dtype, device)
             draft_params = Setting(rule=rule).params(1, 0, device)
-            rows = Rows(same_V[None], draft_params, zero_B)
+            rows = Rows(draft_V[None], draft_params, zero_B)
             backend.draft(rows, Noise(zero_B, zero_B, DRAFT), cache)
             drafts = DraftBlock(zero_B[:, None] + draft, zero_B + 1, cache, zero_B == 0)
             batch = VerifyBatch(logits_V.repeat(2, 1), params, zero_B, zero_B, drafts)
             verdict = backend.verify(batch._replace(fp64_noise=fp64))
             case = f"u_{end}-{name}-{rule.name.lower()}-{'fp64' if fp64 else 'fp32'}"
-            findings.append(exact_share(case, verdict.n_accept_B, expected))
+            findings.append(share_finding(case, verdict.n_accept_B, expected))
     return findings
 
 
-# The synthetic rule: acceptance at the stated rates, whatever target and draft say ----------------
-
-
 SYNTHETIC_TRIALS = 40_960
-NEAR = 0.01
-RATES = (0.9, 0.6, 1.0, 0.0)  # conditional
+RATE_ERROR = 0.01  # four standard errors of a rate of 0.5
+RATES = (0.9, 0.6, 1.0, 0.0)  # of each draft index, given that the drafts before it are accepted
 MEANS = tuple(i / 10 for i in range(11))
 DRAFTS = (1, 2, 3, 5, 10)
 
 Combination = tuple[float, bool, bool]
 """(temperature, whether q is real, whether requests have different numbers of drafts)."""
-COMBINATIONS: tuple[Combination, ...] = tuple(
-    itertools.product((0.0, 1.0), (True, False), (False, True))
-)
+COMBINATIONS = tuple(itertools.product((0.0, 1.0), (True, False), (False, True)))
 
 
 def observed_rates(
@@ -285,26 +268,26 @@ def observed_rates(
     rates: Sequence[float],
     combination: Combination = (1.0, True, False),
 ) -> tuple[list[float], list[int]]:
-    """Per draft index: the share of requests with that draft that accept it, and their number.
+    """By draft index: the share of accepted drafts, and the number of drafts.
 
-    Cases with ragged lengths use FP64 noise, and twice as many trials.
+    Requests with different numbers of drafts use FP64 noise, and twice as many trials.
     """
     temperature, real_q, ragged = combination
     target, draft = (chain.to(device) for chain in random_chain(16, 6, 0.5))
     setting = Setting(temperature, rule=Rule.SYNTHETIC, rates=tuple(rates), fp64_noise=ragged)
 
-    def make(params: SlotParams) -> Propose:
+    def make_propose(params: SlotParams) -> Propose:
         drafter = TableDrafter(backend, draft, params, len(rates), real_q, fp64_noise=ragged)
         return cut_by_slot(drafter) if ragged else drafter
 
     length, trials = len(rates) + 1, (1 + ragged) * SYNTHETIC_TRIALS
-    emission = emit(backend, target, make, setting, length=length, trials=trials, rounds=1)
+    emission = emit(backend, target, make_propose, setting, length=length, trials=trials, rounds=1)
     offered, accepted = emission.offered, emission.accepted
     return [a / max(o, 1) for a, o in zip(accepted, offered, strict=True)], offered
 
 
 def cut_by_slot(propose: Propose) -> Propose:
-    """A drafter that cuts drafts: slots with even numbers keep all drafts, the others 0 to K."""
+    """Cut the drafts of slots with odd numbers to lengths from 0 to K."""
 
     def ragged(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
         drafts = propose(prefix_BL, slot_B, position_B)
@@ -317,13 +300,13 @@ def cut_by_slot(propose: Propose) -> Propose:
 def rate_findings(
     case: str, observed: Sequence[float], offered: Sequence[int], rates: Sequence[float]
 ) -> list[Finding]:
-    """Per draft index: the observed rate must differ by less than 0.01 from the configured rate.
+    """By draft index: the error of the observed rate must be below `RATE_ERROR`.
 
-    Both are unconditional rates: products of the conditional `rates` up to that index.
+    The expected rate is the product of the conditional `rates` up to that index.
     """
     expected = accumulate(rates, mul)
     return [
-        Finding(f"{case}-{i}", "rate_error", abs(share - rate), -1e-9, NEAR, num)
+        Finding(f"{case}-{i}", "rate_error", abs(share - rate), -1e-9, RATE_ERROR, num)
         for i, (share, rate, num) in enumerate(zip(observed, expected, offered, strict=True))
     ]
 
@@ -331,7 +314,7 @@ def rate_findings(
 def per_position(
     backend: Backend, device: torch.device, combinations: Sequence[Combination] = COMBINATIONS
 ) -> list[Finding]:
-    """The rates of each draft index: T in {0, 1}, with and without q, equal and ragged lengths."""
+    """Drafts are accepted at the rate of each draft index, in each combination."""
     findings = []
     for combination in combinations:
         temperature, real_q, ragged = combination
@@ -348,26 +331,24 @@ def mean_rates(
     means: Sequence[float] = MEANS,
     drafts: Sequence[int] = DRAFTS,
 ) -> list[Finding]:
-    """With the solver's rates for a mean rate r, the share r of all drafts is accepted."""
+    """With `rates_of` a configured mean rate, the mean share of accepted drafts is that rate."""
     findings = []
     for num_drafts, mean in itertools.product(drafts, means):
         config = SpeculativeConfig(
-            method="ngram",
-            num_speculative_tokens=num_drafts,
-            rejection_sample_method="synthetic",
-            synthetic_acceptance_rate=mean,
-        )
+            method="ngram", num_speculative_tokens=num_drafts,
+            rejection_sample_method="synthetic", synthetic_acceptance_rate=mean,
+        )  # fmt: skip
         observed, offered = observed_rates(backend, device, rates_of(config), (1.0, False, False))
         error = abs(sum(observed) / num_drafts - mean)
         case = f"synthetic_rate{mean:g}-K{num_drafts}"
-        findings.append(Finding(case, "rate_error", error, -1e-9, NEAR, offered[0]))
+        findings.append(Finding(case, "rate_error", error, -1e-9, RATE_ERROR, offered[0]))
     return findings
 
 
 def greedy_rejections(
     backend: Backend, device: torch.device, trials: int = SYNTHETIC_TRIALS
 ) -> list[Finding]:
-    """At T=0 drafts equal to the argmax are rejected at the stated rates; argmaxes are emitted."""
+    """At T = 0 drafts of the argmax are rejected at the configured rates; argmaxes are emitted."""
     rates = (0.7, 0.5)
     setting = Setting(0.0, rule=Rule.SYNTHETIC, rates=rates)
     generator = torch.Generator(device).manual_seed(1)
@@ -382,7 +363,5 @@ def greedy_rejections(
     wrong_BK1 = verdict.token_BK1 != best_BK1.masked_fill(unused_BK1, -1)
     wrong = int(wrong_BK1.any(dim=1).sum())
     observed = [float((verdict.n_accept_B > i).double().mean()) for i in range(2)]
-    return [
-        none_finding("synthetic-greedy-tokens", "wrong", wrong, trials),
-        *rate_findings("synthetic-greedy", observed, [trials] * 2, rates),
-    ]
+    findings = rate_findings("synthetic-greedy", observed, [trials] * 2, rates)
+    return [none_finding("synthetic-greedy-tokens", "wrong", wrong, trials), *findings]

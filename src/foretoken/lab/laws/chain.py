@@ -1,13 +1,9 @@
 """The model of the laws: a table of logits by the last two tokens, and its exact distribution.
 
-`Chain` is the model, `Setting` says how a request samples from it. Together they have an exact
-distribution, which the oracle's `process_logits` computes without any code of a fast backend.
+The exact distribution comes from the reference backend, without any code of a fast backend. `emit`
+drafts and verifies in thousands of slots; `joint_p_value` compares their tokens with it.
 
-`emit` calls a drafter's `propose` and a backend's `verify` in turn until each of thousands of slots
-has its tokens. `joint_p_value` compares the tokens with the exact distribution: each position by
-itself, and windows of several positions.
-
-Shapes as in `laws/__init__.py`; a, b are the last two tokens.
+Shapes as in `laws/__init__.py`.
 """
 
 from __future__ import annotations
@@ -42,22 +38,21 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Chain:
-    """A model: logits of the next token for each context of the last two tokens, [C, V].
+    """A model: logits of the next token for each context, that is, the last two tokens: [C, V].
 
-    Context number = previous * (ids + 1) + last; the id `ids` stands for "no token". A draft's
-    chain has the target's contexts, but its vocabulary may differ.
+    Context number = (last token but one) * (ids + 1) + last token; the id `ids` stands for "no
+    token". A draft's chain has the target's contexts, but its vocabulary may differ.
     """
 
     logits_CV: Tensor
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that it can emit."""
         return self.logits_CV.shape[1]
 
     @property
     def ids(self) -> int:
-        """Number of tokens in its contexts: the target's vocabulary."""
+        """Number of tokens that a context may contain: the target's vocabulary."""
         return math.isqrt(len(self.logits_CV)) - 1
 
     @property
@@ -69,7 +64,7 @@ class Chain:
         return Chain(self.logits_CV.to(device))
 
     def context(self, prefix_BL: Tensor, length_B: Tensor) -> Tensor:
-        """The row of `logits_CV` for the token after the first `length` tokens of each prefix."""
+        """The context of the token after the first `length` tokens of each prefix, [B]."""
         index_B = torch.arange(len(length_B), device=length_B.device)
         last_B, previous_B = (
             torch.where(
@@ -86,10 +81,7 @@ def random_chain(
 ) -> tuple[Chain, Chain]:
     """A random target, and a draft with the target's logits negated.
 
-    Args:
-        spread: standard deviation of the logits; with .5 and 16 tokens half of the drafts are
-            accepted.
-        draft_vocabulary: size of the draft's vocabulary; None: that of the target.
+    spread: standard deviation of the logits; with 0.5 and 16 tokens half of all drafts are accepted
     """
     generator = torch.Generator().manual_seed(seed)
     contexts = (vocabulary + 1) ** 2
@@ -100,12 +92,8 @@ def random_chain(
     return Chain(logits), Chain(draft)
 
 
-# Edits are a function of the last two tokens, so that the edited model is still a chain: one row
-# of edits per context.
-
-
 def edits_of_rows(edits: Edits, row_N: Tensor) -> Edits:
-    """The edits of rows `row_N`, in this order; a row may occur more than once."""
+    """Select rows of edits, in the order of `row_N`; a row may occur more than once."""
     count_N = edits.start_N1.diff()[row_N]
     start_N1 = torch.cat([count_N.new_zeros(1), count_N.cumsum(0)])
     index_M = torch.arange(int(start_N1[-1]), device=row_N.device)
@@ -116,7 +104,7 @@ def edits_of_rows(edits: Edits, row_N: Tensor) -> Edits:
 
 
 def _penalties(ids: int) -> Edits:
-    """Edits that penalise the two tokens of each context, and ban the id last token + 1."""
+    """Edits that penalise the two tokens of each context, and ban the id after the last token."""
     rows: list[tuple[int, float, float, float]] = []
     start = [0]
     for context in range((ids + 1) ** 2):
@@ -132,10 +120,7 @@ def _penalties(ids: int) -> Edits:
 
 
 def _grammar(ids: int) -> Edits:
-    """Masks that allow about 60 % of the tokens in each context, at least two.
-
-    The draft ignores the grammar.
-    """
+    """Masks that allow about 60 % of the tokens in each context, at least two tokens."""
     contexts, words = (ids + 1) ** 2, -(-ids // 32)
     random = torch.rand(contexts, ids, generator=torch.Generator().manual_seed(ids))
     allowed = (random < 0.6) | (random <= random.kthvalue(2, dim=1, keepdim=True).values)
@@ -147,34 +132,25 @@ def _grammar(ids: int) -> Edits:
     return Edits(mask_RW, torch.arange(contexts), start, empty.long(), empty, empty, empty)
 
 
-EDITS: dict[str, Callable[[int], Edits]] = {
-    "penalties": cache(_penalties),
-    "grammar": cache(_grammar),
-}
-"""name -> a function that makes, for a number of ids, the edits of every context of a chain."""
+# Functions from `Chain.ids` to edits with one row per context: the edited model is still a chain.
+EDITS = {"penalties": cache(_penalties), "grammar": cache(_grammar)}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a request samples, and how it is verified.
-
-    Attributes:
-        edits: a name in `EDITS`.
-        rates: conditional acceptance rates of the synthetic rule.
-        fp64_noise: whether noise has 53 bits instead of 32.
-    """
+    """How a request samples, and how it is verified."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    edits: str | None = None
+    edits: str | None = None  # a key of `EDITS`, or None
     rule: Rule = Rule.STANDARD
-    rates: tuple[float, ...] | None = None
-    fp64_noise: bool = False
+    rates: tuple[float, ...] | None = None  # conditional acceptance rates of the synthetic rule
+    fp64_noise: bool = False  # whether noise has 53 random bits instead of 32
 
     def params(self, num_slots: int, seed: int, device: torch.device) -> SlotParams:
-        """Parameters that are equal in all slots, except for keys: random 64-bit numbers."""
+        """Parameters of slots: all slots are equal, except that each has a random 64-bit key."""
 
         def column(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((num_slots,), value, dtype=dtype, device=device)
@@ -192,14 +168,14 @@ class Setting:
         )
 
     def options(self, device: torch.device) -> dict[str, Any]:
-        """The fields of a `VerifyBatch` for noise and synthetic rates."""
+        """Fields of a `VerifyBatch`: the width of the noise, and any synthetic rates."""
         if self.rates is None:
             return {"fp64_noise": self.fp64_noise}
         rate_K = torch.tensor(self.rates, dtype=torch.float64, device=device)
         return {"fp64_noise": self.fp64_noise, "synthetic_rate_K": rate_K}
 
     def edits_of(self, chain: Chain, device: torch.device) -> Edits | None:
-        """The edits of every context (`edits_of_rows` takes those of a batch), or None."""
+        """Edits with one row per context of the chain; None without `edits`."""
         if self.edits is None:
             return None
         edits = EDITS[self.edits](chain.ids)
@@ -208,7 +184,7 @@ class Setting:
         return Edits(*moved)
 
     def next_token(self, chain: Chain) -> Tensor:
-        """P(token | context) of a chain, float64 [C, V] on the CPU, computed by the oracle."""
+        """P(token | context) of a chain, float64 [C, V] on the CPU, by the reference backend."""
         logits_CV = chain.logits_CV.cpu()
         slot_C = torch.zeros(len(logits_CV), dtype=torch.int64)
         processed_CV = get_backend("reference").process_logits(
@@ -223,7 +199,7 @@ class Setting:
 def window(next_CV: Tensor, start: int, width: int) -> Tensor:
     """The joint distribution of tokens start .. start + width - 1, float64 [V ** width].
 
-    next_CV: P(token | context). In names, a and b are the last two tokens, x and y the next ones.
+    `next_CV` is P(token | context). In names, a and b are the last two tokens, x and y the next.
     """
     vocabulary = next_CV.shape[1]
     ids = vocabulary + 1
@@ -244,26 +220,19 @@ def window(next_CV: Tensor, start: int, width: int) -> Tensor:
     return joint.flatten()
 
 
-# Emission: propose and verify in turn, on the target's device -------------------------------------
-
-
 TRIALS = 200_000
 SLOTS = {"cpu": 25_000, "cuda": 50_000}  # upper bound of the slots of one call
 BYTES = {"cpu": 2**28, "cuda": 2**33}  # of logits that one call reads, approximately
 CELLS = 5000  # upper bound of the number of outcomes of a window of tokens
 
 Propose = Callable[[Tensor, Tensor, Tensor], DraftBlock]
-"""(prefix_BL, slot_B, position_B) -> drafts; position_B is the length of each prefix, at most L."""
-
+"""A drafter: (prefix_BL, slot_B, position_B) -> drafts after position_B tokens of each prefix."""
 MakePropose = Callable[[SlotParams], Propose]
-"""Makes a drafter for the slots of one call, from their parameters."""
+"""Makes a drafter for the slots of one batch, from their parameters."""
 
 
-def waves(trials: int, device: torch.device, row_bytes: int = 1) -> Iterator[tuple[int, int]]:
-    """Split trials into calls (waves): yields each call's number and its number of slots.
-
-    row_bytes: bytes of logits that a slot reads
-    """
+def batches(trials: int, device: torch.device, row_bytes: int = 1) -> Iterator[tuple[int, int]]:
+    """Split trials into batches of slots; yields (index, number of slots) of each batch."""
     size = max(1, min(SLOTS[device.type], BYTES[device.type] // row_bytes))
     for number, start in enumerate(range(0, trials, size)):
         yield number, min(size, trials - start)
@@ -271,24 +240,18 @@ def waves(trials: int, device: torch.device, row_bytes: int = 1) -> Iterator[tup
 
 @dataclass(frozen=True)
 class TableDrafter:
-    """A `Propose`: drafts `num_drafts` tokens of a chain through a backend's `draft`.
-
-    Attributes:
-        real_q: False hides q: drafts are then verified with a one-hot q.
-        lookup: the draft after each context, [C]. If given, drafts are not sampled but a function
-            of the last two tokens, like those of an n-gram drafter.
-    """
+    """A `Propose`: drafts `num_drafts` tokens of a chain through a backend's `draft`."""
 
     backend: Backend
     chain: Chain
     params: SlotParams
     num_drafts: int = 3
-    real_q: bool = True
-    lookup: Tensor | None = None
+    real_q: bool = True  # False: the block has no q, and its drafts are verified with a one-hot q
+    lookup: Tensor | None = None  # the draft after each context, [C]; None: drafts are sampled
     fp64_noise: bool = False
 
     def __call__(self, prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
-        """Draft after each prefix, of which the first `position_B` tokens are read."""
+        """Draft after the first `position_B` tokens of each prefix."""
         num, device = len(slot_B), slot_B.device
         logits_CV = self.chain.logits_CV
         shape = (len(self.params.key_S), self.num_drafts, self.chain.vocabulary)
@@ -300,12 +263,10 @@ class TableDrafter:
         for i in range(self.num_drafts):
             context_B = self.chain.context(prefix_BL, position_B + i)
             if self.lookup is None:
+                rows = Rows(logits_CV[context_B], self.params, slot_B)
                 index_B = torch.full_like(slot_B, i)
-                token_BK[:, i] = self.backend.draft(
-                    Rows(logits_CV[context_B], self.params, slot_B),
-                    Noise(position_B + i, index_B, DRAFT, self.fp64_noise),
-                    cache,
-                )
+                noise = Noise(position_B + i, index_B, DRAFT, self.fp64_noise)
+                token_BK[:, i] = self.backend.draft(rows, noise, cache)
             else:
                 token_BK[:, i] = self.lookup[context_B]
             prefix_BL[row_B, position_B + i] = token_BK[:, i]
@@ -315,25 +276,15 @@ class TableDrafter:
 
 @dataclass
 class Emission:
-    """The tokens of every slot, [trials, length], and how many drafts were accepted.
+    """Emitted tokens, and numbers of accepted drafts."""
 
-    Attributes:
-        first_S: number of accepted drafts in each slot's first round.
-        offered: by draft index, the number of drafts that were verified.
-        accepted: by draft index, the number of drafts that were accepted.
-    """
-
-    token_SL: Tensor
-    first_S: Tensor
-    offered: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-
-    @property
-    def acceptance(self) -> float:
-        return sum(self.accepted) / max(sum(self.offered), 1)
+    token_SL: Tensor  # the tokens of every slot, [trials, length]
+    first_accepted_S: Tensor  # number of accepted drafts in each slot's first round
+    offered: list[int] = field(default_factory=list)  # number of verified drafts, by draft index
+    accepted: list[int] = field(default_factory=list)  # number of accepted drafts, by draft index
 
     def count(self, num_B: Tensor, n_accept_B: Tensor, width: int) -> None:
-        """Count one round: a request had draft i if num > i, and accepted it if n_accept > i."""
+        """Add one round: a request had draft i if num > i, and accepted it if n_accept > i."""
         for counts, limit_B in ((self.offered, num_B), (self.accepted, n_accept_B)):
             counts += [0] * (width - len(counts))
             for i in range(width):
@@ -351,13 +302,11 @@ def emit(
     seed: int = 0,
     rounds: int | None = None,
 ) -> Emission:
-    """Emit `length` tokens in each of `trials` slots, a wave of slots at a time.
+    """Emit `length` tokens in each of `trials` slots, one batch of slots after another.
 
-    Args:
-        rounds: number of rounds; then missing tokens are drawn from the exact distribution. All
-            tokens together have the target's distribution if and only if these rounds are lossless.
-            The papers prove losslessness in this form, and it takes less time than to emit all
-            tokens. None: as many rounds as are needed.
+    rounds: number of rounds, after which missing tokens are drawn from the exact distribution, to
+        save time; None: as many rounds as needed. In both cases all tokens together have the
+        target's distribution if and only if the rounds are lossless.
     """
     device = target.logits_CV.device
     empty = torch.empty(0, dtype=torch.int64, device=device)
@@ -365,23 +314,23 @@ def emit(
     max_rounds, cumulative_CV = length, None  # a round emits at least one token
     if rounds is not None:
         max_rounds, cumulative_CV = rounds, setting.next_token(target).cumsum(dim=1).to(device)
-    waves_run = []
-    for number, num_slots in waves(trials, device):
+    done = []
+    for number, num_slots in batches(trials, device):
         params = setting.params(num_slots, 1_000_003 * seed + number, device)
-        wave = _Wave(backend, target, setting, params, make_propose(params), length, number)
+        batch = _SlotBatch(backend, target, setting, params, make_propose(params), length, number)
         for _ in range(max_rounds):
-            wave.round(emission)
+            batch.round(emission)
         if cumulative_CV is not None:
-            wave.complete(cumulative_CV)
-        waves_run.append(wave)
-    emission.token_SL = torch.cat([wave.token_SL for wave in waves_run])
-    emission.first_S = torch.cat([wave.first_S for wave in waves_run])
+            batch.complete(cumulative_CV)
+        done.append(batch)
+    emission.token_SL = torch.cat([batch.token_SL for batch in done])
+    emission.first_accepted_S = torch.cat([batch.first_accepted_S for batch in done])
     return emission
 
 
 @dataclass
-class _Wave:
-    """The slots of one call, each with the tokens that it has emitted."""
+class _SlotBatch:
+    """Slots that draft and verify together, with the tokens that each slot has emitted."""
 
     backend: Backend
     target: Chain
@@ -398,10 +347,10 @@ class _Wave:
         self.options = self.setting.options(device)
         self.token_SL = torch.full((num_slots, self.length), -1, device=device)
         self.done_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.first_S = torch.zeros_like(self.done_S)
+        self.first_accepted_S = torch.zeros_like(self.done_S)
 
     def round(self, emission: Emission) -> None:
-        """Draft and verify once in every slot that lacks tokens."""
+        """Draft and verify once in every slot that lacks tokens; count the drafts in `emission`."""
         slot_B = torch.nonzero(self.done_S < self.length).flatten()
         if len(slot_B) == 0:
             return
@@ -425,15 +374,12 @@ class _Wave:
             raise NonFiniteLogitsError("`verify` reports rows that are not finite: there are none")
         emission.count(drafts.num_B, verdict.n_accept_B, width)
         wide_BL.scatter_(1, index_BK1, verdict.token_BK1)
-        self.first_S[slot_B] += torch.where(position_B == 0, verdict.n_accept_B, 0)
+        self.first_accepted_S[slot_B] += torch.where(position_B == 0, verdict.n_accept_B, 0)
         self.token_SL[slot_B] = wide_BL[:, : self.length]
         self.done_S[slot_B] = (position_B + verdict.n_accept_B + 1).clamp(max=self.length)
 
     def complete(self, cumulative_CV: Tensor) -> None:
-        """Draw all missing tokens from the exact distribution.
-
-        cumulative_CV: cumulative sums of P(token | context)
-        """
+        """Draw all missing tokens from cumulative sums of P(token | context)."""
         for i in range(self.length):
             slot_B = torch.nonzero(self.done_S <= i).flatten()
             context_B = self.target.context(self.token_SL[slot_B], torch.full_like(slot_B, i))
@@ -449,14 +395,11 @@ def first_row(drafts: DraftBlock) -> Tensor:
 
 
 def joint_p_value(token_SL: Tensor, next_CV: Tensor) -> float:
-    """p-value of tokens under the exact distribution.
+    """p-value of tokens under the distribution of a chain with P(token | context) = next_CV.
 
-    Each position is tested alone, then the first and the last window of positions. The result is
-    Bonferroni's bound: the least p-value times the number of tests. A window is as wide as `CELLS`
-    outcomes allow: three positions for 16 tokens, six positions for 4 tokens.
-
-    Args:
-        next_CV: P(token | context) of the chain that the tokens should come from.
+    Each position is tested alone, then the first and the last window of positions. A window is as
+    wide as `CELLS` outcomes allow: three positions for 16 tokens, six for 4 tokens. The result is
+    Bonferroni's bound: the least p-value times the number of tests.
     """
     length, vocabulary = token_SL.shape[1], next_CV.shape[1]
     widest = 1

@@ -1,7 +1,4 @@
-"""Laws of drawing one token: large vocabularies, ties, nearly uniform rows, and far tails.
-
-Shapes as in `laws/__init__.py`.
-"""
+"""Laws of drawing one token: large vocabularies, ties, nearly uniform rows, and far tails."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ from foretoken.lab.laws.chain import (
     Chain,
     Setting,
     TableDrafter,
+    batches,
     emit,
     joint_p_value,
     random_chain,
-    waves,
 )
 from foretoken.lab.laws.findings import Finding, fit, none_finding, p_finding, z_finding
-from foretoken.lab.laws.joint import RULES
+from foretoken.lab.laws.joint import RULES, Rules
 from foretoken.ops import (
     TARGET,
     Backend,
@@ -34,17 +31,16 @@ from foretoken.ops import (
     DraftCache,
     Noise,
     Rows,
-    Rule,
     SlotParams,
     Stream,
     VerifyBatch,
 )
 
 VOCABULARIES = (1, 999, 1024, 1025, 4097, 8193, 151_936)
-CELLS = 64
+CELLS = 64  # of tokens that are counted together
 
 Draw = Callable[[Tensor, int, int], Tensor]
-"""(logits_V, number of draws, number of the wave) -> token ids."""
+"""(logits_V, number of draws, number of the batch) -> token ids."""
 
 
 def sampler(
@@ -52,18 +48,15 @@ def sampler(
     setting: Setting = Setting(),  # noqa: B008
     streams: tuple[Stream, Stream] = TARGET,
 ) -> Draw:
-    """A `Draw` through `Backend.sample`, with one slot per draw.
-
-    The rows of logits are reused by later waves with the same logits.
-    """
+    """A `Draw` through `Backend.sample`, with one slot per draw."""
     last_V: Tensor | None = None
     rows_NV = torch.empty(0)
 
-    def draw(logits_V: Tensor, num: int, wave: int) -> Tensor:
-        nonlocal last_V, rows_NV
+    def draw(logits_V: Tensor, num: int, number: int) -> Tensor:
+        nonlocal last_V, rows_NV  # rows of logits, which batches with equal logits share
         if last_V is not logits_V or len(rows_NV) < num:
             last_V, rows_NV = logits_V, logits_V.expand(num, -1).contiguous()
-        params = setting.params(num, wave, logits_V.device)
+        params = setting.params(num, number, logits_V.device)
         slot_N = torch.arange(num, device=logits_V.device)
         zero_N = torch.zeros_like(slot_N)
         rows = Rows(rows_NV[:num], params, slot_N)
@@ -76,32 +69,26 @@ def _draw_counts(draw: Draw, logits_V: Tensor, draws: int) -> Tensor:
     """The number of times that each token was drawn, [V] on the CPU."""
     vocabulary = len(logits_V)
     counts_V = torch.zeros(vocabulary, dtype=torch.int64, device=logits_V.device)
-    for wave, num in waves(draws, logits_V.device, 4 * vocabulary):
-        counts_V += torch.bincount(draw(logits_V, num, wave), minlength=vocabulary)
+    for number, num in batches(draws, logits_V.device, 4 * vocabulary):
+        counts_V += torch.bincount(draw(logits_V, num, number), minlength=vocabulary)
     return counts_V.cpu()
 
 
 def _fit_cells(counts_V: Tensor, next_V: Tensor, cell_V: Tensor) -> float:
-    """p-value of counts, which are summed by cell; cell_V is the cell of each token."""
+    """The p-value of counts that are summed by cell; `cell_V` is the cell of each token."""
     cells = int(cell_V.max()) + 1
-    return fit(
-        torch.zeros(cells, dtype=torch.int64).index_add_(0, cell_V, counts_V),
-        torch.zeros(cells, dtype=torch.float64).index_add_(0, cell_V, next_V.double()),
-    )
+    counts = torch.zeros(cells, dtype=torch.int64).index_add_(0, cell_V, counts_V)
+    chance = torch.zeros(cells, dtype=torch.float64).index_add_(0, cell_V, next_V.double())
+    return fit(counts, chance)
 
 
 def vocabulary_law(
-    backend: Backend,
-    device: torch.device,
-    vocabulary: int,
-    trials: int,
-    rules: tuple[Rule, ...] = RULES,
+    backend: Backend, device: torch.device, vocabulary: int, trials: int, rules: Rules = RULES
 ) -> list[Finding]:
-    """Tests the distribution of the first token after one draft and its verification.
+    """The first token after one verified draft has the target's distribution; all ids are valid.
 
-    Tokens are counted in two kinds of cells. Cells of neighbouring ids (1024 or less) test the
-    noise of blocks. Cells of ids that are equal modulo a number test the noise of tokens within a
-    block. Every emitted id must be in the vocabulary.
+    Kernels draw noise by blocks of ids. Cells of neighbouring ids test whether blocks differ; cells
+    of ids that are equal modulo the number of cells test the noise within a block.
     """
     target_V = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     logits_V, next_V = target_V.to(device), target_V.double().softmax(0)
@@ -122,10 +109,9 @@ def vocabulary_law(
 
 
 def masked_blocks(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Draws from a row where two whole blocks, and parts of two others, have no finite logit.
+    """Draws from a row in which two blocks of 1024 ids, and parts of two more, are all -inf.
 
-    There are cases without filters, and with filters that keep many tokens, such as a top-k above
-    the number of finite logits.
+    Filters keep many tokens; top-k is above the number of finite logits.
     """
     logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(17))
     logits_V[900:3500] = -math.inf
@@ -144,27 +130,24 @@ def masked_blocks(backend: Backend, device: torch.device, trials: int) -> list[F
 
 
 def ties(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
-    """Filters keep all tokens that tie with the k-th logit, or with the last one of the nucleus.
-
-    Logits are bf16 on a coarse grid.
-    """
+    """Filters keep all tokens that tie with the k-th token, or with the nucleus' last token."""
     findings = []
     variants: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 7, "top_p": 0.8}]
     for filters in variants:
-        target, draft, setting = tied(**filters)
+        target, draft, setting = tied_chains(**filters)
         name = f"ties-{'-'.join(filters)}"
         next_CV = setting.next_token(target)
         kept_C = (next_CV > 0).sum(dim=1)
         extra = float((kept_C > filters["top_k"]).double().mean()) if "top_k" in filters else 1.0
         findings.append(Finding(name, "rows_with_ties", extra, 0.05, 1.01, len(kept_C)))
-        make = partial(TableDrafter, backend, draft.to(device), num_drafts=1)
-        emission = emit(backend, target.to(device), make, setting, trials=trials, seed=4)
+        make_propose = partial(TableDrafter, backend, draft.to(device), num_drafts=1)
+        emission = emit(backend, target.to(device), make_propose, setting, trials=trials, seed=4)
         findings.append(p_finding(name, joint_p_value(emission.token_SL, next_CV), trials))
     return findings
 
 
-def tied(**filters: Any) -> tuple[Chain, Chain, Setting]:
-    """A target and a draft with bf16 logits in steps of 0.5, and a setting with these filters."""
+def tied_chains(**filters: Any) -> tuple[Chain, Chain, Setting]:
+    """A target and a draft with logits in steps of 0.5, and a setting with these filters."""
     target, draft = (
         Chain(((chain.logits_CV * 2).round() / 2).bfloat16()) for chain in random_chain(16, 5)
     )
@@ -174,10 +157,7 @@ def tied(**filters: Any) -> tuple[Chain, Chain, Setting]:
 def near_uniform(
     draw: Draw, device: torch.device, vocabulary: int, draws: int, case: str = "near_uniform"
 ) -> list[Finding]:
-    """Draws from a nearly uniform row: the distribution, and the number of distinct tokens drawn.
-
-    If there are too few draws for one cell per token, neighbouring tokens share a cell.
-    """
+    """Draws from a nearly uniform row: their distribution, and the number of distinct tokens."""
     logits_V = torch.randn(vocabulary, generator=torch.Generator().manual_seed(9)) * 0.1
     counts_V = _draw_counts(draw, logits_V.to(device), draws)
     next_V = logits_V.double().softmax(0)
@@ -186,46 +166,42 @@ def near_uniform(
     # The variance of the number of distinct tokens, with the tokens' covariance (Weiss 1958).
     variance = float((missed_V * (1 - missed_V)).sum() - draws * (next_V * missed_V).sum() ** 2)
     error, drawn = math.sqrt(max(variance, 1.0)), int((counts_V > 0).sum())
-    cell_V = torch.arange(vocabulary) // max(1, 8 * vocabulary // draws)
+    cell_V = torch.arange(vocabulary) // max(1, 8 * vocabulary // draws)  # 8 draws or more each
     case = f"{case}-V{vocabulary}"
-    return [
-        p_finding(case, _fit_cells(counts_V, next_V, cell_V), draws),
-        z_finding(f"{case}-coverage", drawn, expected, error, draws),
-    ]
+    distribution = p_finding(case, _fit_cells(counts_V, next_V, cell_V), draws)
+    return [distribution, z_finding(f"{case}-coverage", drawn, expected, error, draws)]
 
 
 def tail_counts(draw: Draw, device: torch.device, vocabulary: int, draws: int) -> tuple[int, float]:
-    """How many draws were tokens 18 to 20.5 logits below the head, and the expected number.
+    """How many draws were tokens 18 to 20.5 logits below the likeliest, and the expected number.
 
     The number is Poisson distributed.
     """
     logits_V = torch.linspace(-18.0, -20.5, vocabulary, device=device)
-    head = vocabulary // 2
-    logits_V[head] = 0.0
-    observed = draws - int(_draw_counts(draw, logits_V, draws)[head])
+    likeliest = vocabulary // 2
+    logits_V[likeliest] = 0.0
+    observed = draws - int(_draw_counts(draw, logits_V, draws)[likeliest])
     next_V = logits_V.double().softmax(0)
-    return observed, float(draws * (next_V.sum() - next_V[head]))
+    return observed, float(draws * (next_V.sum() - next_V[likeliest]))
 
 
 def tail(
     draw: Draw, device: torch.device, vocabulary: int, draws: int, case: str = "tail"
 ) -> list[Finding]:
-    """Tokens of a far tail are drawn as often as expected: FP32 noise must be large enough."""
+    """Tokens of a far tail are drawn as often as expected: FP32 noise has enough bits."""
     observed, expected = tail_counts(draw, device, vocabulary, draws)
     case = f"{case}-V{vocabulary}"
-    return [
-        Finding(f"{case}-expected", "draws", expected, 10.0, math.inf, draws),
-        z_finding(case, observed, expected, math.sqrt(expected), draws),
-    ]
+    enough = Finding(f"{case}-expected", "draws", expected, 10.0, math.inf, draws)
+    return [enough, z_finding(case, observed, expected, math.sqrt(expected), draws)]
 
 
 def far_rows(
     backend: Backend, device: torch.device, vocabulary: int = 151_936, requests: int = 3100
 ) -> list[Finding]:
-    """Memory beyond index 2^31: the last requests of a huge batch get the same tokens as alone.
+    """The last requests of a huge batch get the same tokens as in a batch of their own.
 
-    There are 5 rows per request. 15 500 rows of 151 936 bfloat16 logits have 2.4e9 elements, and so
-    have the cached logits of 4 000 slots with 4 drafts each.
+    Logits and cached draft logits then have indices beyond 2^31: each has 2.4e9 elements with
+    15 500 rows (5 per request), or 4 000 slots of 4 drafts, of a vocabulary of 151 936.
     """
     drafts, slots, last = 4, requests * 4 // 3, 16
     generator = torch.Generator(device).manual_seed(3)
@@ -251,7 +227,7 @@ def far_rows(
     def verify_and_sample(
         rows_NV: Tensor, slots_B: Tensor, slot_params: SlotParams, q: DraftCache
     ) -> tuple[Tensor, Tensor]:
-        """The verified tokens of the last len(slots_B) requests, and a token drawn in each row."""
+        """The verified tokens of the last len(slots_B) requests, and a token sampled per row."""
         num, zero_B = len(slots_B), torch.zeros_like(slots_B)
         block = DraftBlock(token_BK[-num:], num_B[-num:], q, torch.ones_like(slots_B).bool())
         verdict = backend.verify(VerifyBatch(rows_NV, slot_params, slots_B, zero_B, block))
@@ -261,20 +237,20 @@ def far_rows(
         return verdict.token_BK1, backend.sample(rows, Noise(zero_N, zero_N, TARGET))
 
     in_batch = verify_and_sample(logits_NV, slot_B, params, cache)
-    last_NV = logits_NV[-last * (drafts + 1) :].clone()  # a copy: at low indices of its own memory
+    last_NV = logits_NV[-last * (drafts + 1) :].clone()  # the copy has low indices
     last_slots = torch.arange(last, device=device)
     alone = verify_and_sample(
         last_NV, last_slots, _last_slots_of(params, last), _last_slots_of(cache, last)
     )
     name = f"far_rows-V{vocabulary}"
     return [
-        none_finding(name, f"different_{what}", int((far[-len(near) :] != near).sum()), len(near))
-        for what, far, near in zip(("verdicts", "tokens"), in_batch, alone, strict=True)
+        none_finding(name, f"different_{kind}", int((far[-len(near) :] != near).sum()), len(near))
+        for kind, far, near in zip(("verdicts", "tokens"), in_batch, alone, strict=True)
     ]
 
 
 def _last_slots_of(record: Any, last: int) -> Any:
-    """The record with copies of the last `last` slots of its tensors."""
+    """A copy of a dataclass in which tensors have only the last `last` slots."""
     tensors = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(
         record, **{n: x[-last:].clone() for n, x in tensors.items() if isinstance(x, Tensor)}

@@ -1,5 +1,4 @@
-"""`Finding`, the result of a law: a number, and the bounds that a correct backend keeps. Chi-square
-tests."""
+"""Chi-square tests, and `Finding`: a number with the bounds that a correct backend keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ MIN_EXPECTED = 5.0  # the usual rule for the chi-square approximation to hold in
 
 @dataclass(frozen=True, slots=True)
 class ChiSquare:
-    """A statistic, its degrees of freedom, and the chance of a larger one under the hypothesis."""
+    """The result of a chi-square test; `degrees` are degrees of freedom."""
 
     statistic: float
     degrees: int
@@ -23,17 +22,13 @@ class ChiSquare:
 
 
 def upper_tail(statistic: float, degrees: int) -> float:
-    """P(X > statistic) for a chi-square distributed X, to 8 digits.
-
-    It is Q(degrees/2, statistic/2), where Q is the upper regularised incomplete gamma function
-    (Abramowitz & Stegun 6.5.3).
-    """
+    """P(X > statistic) for a chi-square distributed X, to 8 digits (Abramowitz & Stegun 6.5.3)."""
     shape, x = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(shape, x))
 
 
 def poisson(count: int, mean: float) -> float:
-    """Two-sided p-value of a Poisson count: twice the lesser of P(X <= count), P(X >= count)."""
+    """Two-sided p-value of a Poisson count: twice the lesser of P(X <= count) and P(X >= count)."""
     at_most = upper_tail(2 * mean, 2 * count + 2)
     at_least = 1 - upper_tail(2 * mean, 2 * count) if count else 1.0
     return min(1.0, 2 * min(at_most, at_least))
@@ -42,16 +37,16 @@ def poisson(count: int, mean: float) -> float:
 def goodness_of_fit(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
     """Pearson's test of counts against known probabilities.
 
-    Cells with an expected count below 5 are pooled. A count in a cell with probability 0 gives
-    p = 0. If only one cell is left (too few observations, or a single outcome), p = 1.
+    Cells with an expected count below 5 are pooled; p = 1 if that leaves one cell. A count in a
+    cell with probability 0 gives p = 0.
     """
     return _test(counts, probabilities, lambda n, expected: (n - expected) ** 2 / expected)
 
 
 def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
-    """`goodness_of_fit` with the likelihood ratio in place of Pearson's statistic.
+    """The likelihood-ratio test of counts against known probabilities (Sokal & Rohlf, ch. 17).
 
-    Sokal & Rohlf, ch. 17.
+    Cells are pooled as in `goodness_of_fit`.
     """
     return _test(
         counts, probabilities, lambda n, expected: 2 * n * math.log(n / expected) if n else 0.0
@@ -61,7 +56,7 @@ def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
 def _test(
     counts: Sequence[int], probabilities: Sequence[float], part: Callable[[float, float], float]
 ) -> ChiSquare:
-    """A chi-square test of cells; `part` is a cell's share of the statistic: (count, expected)."""
+    """A chi-square test; `part` is a cell's term of the statistic, from (count, expected count)."""
     total = sum(counts)
     cells = [(n, total * chance) for n, chance in zip(counts, probabilities, strict=True)]
     if any(n and not expected for n, expected in cells):
@@ -70,7 +65,7 @@ def _test(
     rare = [cell for cell in cells if 0 < cell[1] < MIN_EXPECTED]
     if rare:
         pool = sum(n for n, _ in rare), sum(expected for _, expected in rare)
-        if pool[1] < MIN_EXPECTED and kept:  # the pool is too small, too: join it to the last cell
+        if pool[1] < MIN_EXPECTED and kept:  # still too small: join it with the last cell
             n, expected = kept.pop()
             pool = pool[0] + n, pool[1] + expected
         kept.append(pool)
@@ -79,24 +74,16 @@ def _test(
     return ChiSquare(statistic, degrees, upper_tail(statistic, degrees) if degrees > 0 else 1.0)
 
 
-# p-values: a correct backend is above the first limit, a mutant below the second.
-CORRECT_P, MUTANT_P = 1e-4, 1e-6
-SIGMAS = 4.0
+CORRECT_P, MUTANT_P = 1e-4, 1e-6  # the p-value of a correct backend is higher, of a mutant lower
+SIGMAS = 4.0  # bound of a z-score
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A number that a law measured, and its bounds.
+    """A number that a law measured, and its exclusive bounds."""
 
-    Attributes:
-        case: name of the experiment; `case` and `statistic` name the finding in a results file.
-        statistic: the kind of `value`: a p-value, a z-score, a share, a count.
-        low, high: exclusive bounds of `value`.
-        trials: number of samples.
-    """
-
-    case: str
-    statistic: str
+    case: str  # name of the experiment
+    statistic: str  # what `value` is: a p-value, a z-score, a share, a count
     value: float
     low: float
     high: float
@@ -112,24 +99,21 @@ class Finding:
 
 
 def p_finding(case: str, p: float, trials: int) -> Finding:
-    """A finding that is a p-value, which must be above `CORRECT_P`."""
+    """The finding of a p-value, which must be above `CORRECT_P`."""
     return Finding(case, "p_value", p, CORRECT_P, 1.0 + 1e-9, trials)
 
 
 def z_finding(case: str, observed: float, expected: float, error: float, trials: int) -> Finding:
-    """A finding for a mean: it must be within four standard errors of the expected mean.
-
-    If the error is 0, both must be equal.
-    """
+    """The finding of a mean, which must be within four standard errors of the expected mean."""
     z = (observed - expected) / error if error > 0 else (observed != expected) * math.inf
     return Finding(case, "z", 0.0 if math.isnan(z) else z, -SIGMAS, SIGMAS, trials)
 
 
-def none_finding(case: str, what: str, count: int, trials: int) -> Finding:
-    """A finding for a count of events that must not occur at all."""
-    return Finding(case, what, count, -1, 1, trials)
+def none_finding(case: str, event: str, count: int, trials: int) -> Finding:
+    """The finding of an event that must never occur."""
+    return Finding(case, event, count, -1, 1, trials)
 
 
 def fit(counts: Tensor, probability: Tensor) -> float:
-    """p-value of counts of outcomes that have known probabilities, by `goodness_of_fit`."""
+    """The p-value of `goodness_of_fit` for tensors."""
     return goodness_of_fit(counts.tolist(), probability.double().tolist()).p_value

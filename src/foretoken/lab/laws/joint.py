@@ -1,10 +1,4 @@
-"""Laws of the joint distribution: emitted tokens have the joint distribution of the target.
-
-A case is one way to speculate on a chain of 16 tokens; the draft has the target's logits negated.
-`matrix` has every combination of rule, K, kind of q, filter, noise and draft dtype. `pairwise`
-selects cases such that each pair of values occurs. `several_rounds` compares six tokens of two or
-more rounds.
-"""
+"""Laws of the joint distribution: emitted tokens have the joint distribution of the target."""
 
 from __future__ import annotations
 
@@ -36,39 +30,30 @@ VOCABULARY = 16
 SPREAD = 0.5  # standard deviation of the logits: about half of all drafts are accepted
 
 FILTERS: dict[str, dict[str, Any]] = {
-    "no_filter": {},
-    "top_k": {"top_k": 13},
-    "top_p": {"top_p": 0.95},
-    "min_p": {"min_p": 0.15},
-    "penalties": {"edits": "penalties"},
-    "grammar": {"edits": "grammar"},
-}
+    "no_filter": {}, "top_k": {"top_k": 13}, "top_p": {"top_p": 0.95}, "min_p": {"min_p": 0.15},
+    "penalties": {"edits": "penalties"}, "grammar": {"edits": "grammar"},
+}  # fmt: skip
+# Kinds of drafts: sampled and verified with their q; sampled but verified with a one-hot q; looked
+# up by the last two tokens.
 Q = ("real", "one_hot", "lookup")
-"""The kinds of q: sampled drafts with their q; sampled drafts, verified with a one-hot q; drafts
-that are a function of the prefix."""
 DTYPES = (torch.float32, torch.bfloat16)
 RULES = (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED)
+Rules = tuple[Rule, ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One combination of the matrix.
-
-    Attributes:
-        dtype: dtype of the draft logits.
-        rounds: number of rounds; None: until all tokens are emitted; see `emit`.
-        draft_vocabulary: size of the draft's vocabulary; None: that of the target.
-    """
+    """One way to speculate on a chain of 16 tokens."""
 
     rule: Rule
     num_drafts: int
-    q: str
-    filters: str
+    q: str  # a kind of drafts, one of `Q`
+    filters: str  # a key of `FILTERS`
     fp64_noise: bool
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # dtype of the draft logits
     temperature: float = 1.0
-    rounds: int | None = 1
-    draft_vocabulary: int | None = None
+    rounds: int | None = 1  # number of rounds, as in `emit`; None: until all tokens are emitted
+    draft_vocabulary: int | None = None  # size of the vocabulary; None: like the target's
 
     @property
     def name(self) -> str:
@@ -89,19 +74,18 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Number of tokens compared: one more than the drafts of a round, at least three."""
+        """Number of tokens to compare: one more than the drafts of a round, at least three."""
         return max(3, self.num_drafts + 1)
 
     def chains(self) -> tuple[Chain, Chain]:
-        """Target and draft, on the CPU."""
+        """Target and draft (the target's logits negated), on the CPU."""
         return _chains(self.draft_vocabulary, self.dtype)
 
     def next_token(self) -> Tensor:
-        """P(token | context) of the target, which depends only on filters and temperature."""
+        """P(token | context) of the target; it depends only on filters and temperature."""
         return _next_token(Setting(self.temperature, **FILTERS[self.filters]))
 
     def make_propose(self, backend: Backend, device: torch.device) -> MakePropose:
-        """The case's drafter, on a backend."""
         target, draft = (chain.to(device) for chain in self.chains())
         lookup_C = target.logits_CV.argmax(dim=1) if self.q == "lookup" else None
         return partial(
@@ -130,7 +114,7 @@ def run_case(
 ) -> tuple[Emission, float]:
     """Emit tokens; returns them, and their p-value under the target's joint distribution.
 
-    mutate: wraps the drafter
+    mutate: changes the drafter
     """
     make = case.make_propose(backend, device)
     emission = emit(
@@ -146,20 +130,17 @@ def check_case(
 ) -> list[Finding]:
     """Findings of one case: the joint distribution, and the share of accepted first drafts."""
     emission, p = run_case(case, backend, device, trials)
-    share = emission.accepted[0] / emission.offered[0]
-    low, high = accepted_bounds(case, trials)
-    return [
-        p_finding(case.name, p, trials),
-        Finding(case.name, "accepted", share, low, high, trials),
-    ]
+    share, bounds = emission.accepted[0] / emission.offered[0], accepted_bounds(case, trials)
+    accepted = Finding(case.name, "accepted", share, *bounds, trials)
+    return [p_finding(case.name, p, trials), accepted]
 
 
 def accepted_bounds(case: Case, trials: int) -> tuple[float, float]:
     """Bounds of the share of first drafts that are accepted.
 
-    A looked-up token is accepted as often as the target draws it, within 5 standard errors. Of
-    other drafts some must be accepted and some rejected: if all had the same outcome, the joint
-    distribution would say nothing about acceptance.
+    A looked-up token is accepted as often as the target draws it, within 5 standard errors. Some
+    sampled drafts must be accepted and some rejected: otherwise the joint distribution would show
+    only one of the two branches.
     """
     if case.q != "lookup" or case.rounds is None:
         return 0.005, 0.95
@@ -171,10 +152,12 @@ def accepted_bounds(case: Case, trials: int) -> tuple[float, float]:
 
 @cache
 def matrix() -> tuple[Case, ...]:
-    """All combinations of values, except that T is 0.7 or 1.0 in turn.
+    """All combinations of rule, K, kind of drafts, filter, noise and dtype of draft logits.
 
-    With K = 1 a case runs until all tokens are emitted, else for one round.
-    Looked-up drafts have no logits, so that they need only one dtype.
+    Temperature would double the number of cases. Instead it changes between 0.7 and 1.0 after every
+    three combinations, so that both temperatures occur with every value of every axis. Cases with
+    K = 1 run until all tokens are emitted, other cases for one round. Looked-up drafts have no
+    logits, and therefore only one dtype.
     """
     axes = itertools.product(RULES, (1, 3, 5), Q, FILTERS, (False, True), DTYPES)
     return tuple(
@@ -186,26 +169,22 @@ def matrix() -> tuple[Case, ...]:
 
 def extra_cases() -> list[Case]:
     """Cases that are not in the matrix: several rounds of 3 drafts, other draft vocabularies."""
+    several = [("real", "no_filter"), ("one_hot", "top_k")]
+    vocabularies = [("no_filter", torch.float32, 11), ("top_p", torch.bfloat16, 21)]
     cases = [
-        Case(rule, 3, q, filters, False, rounds=None)
-        for rule in RULES
-        for q, filters in (("real", "no_filter"), ("one_hot", "top_k"))
+        Case(rule, 3, q, filters, False, rounds=None) for rule in RULES for q, filters in several
     ]
-    cases += [
+    return cases + [
         Case(rule, 3, "real", filters, False, dtype, rounds=None, draft_vocabulary=size)
         for rule in RULES
-        for filters, dtype, size in (
-            ("no_filter", torch.float32, 11),
-            ("top_p", torch.bfloat16, 21),
-        )
+        for filters, dtype, size in vocabularies
     ]
-    return cases
 
 
 def pairwise(cases: Sequence[Case]) -> list[Case]:
     """A small selection of cases in which each pair of values of two axes occurs.
 
-    Greedy: each chosen case has the most pairs that have not occurred yet.
+    It is made greedily: each step adds the case with the most pairs that are still missing.
     """
     axes = ("rule", "num_drafts", "q", "filters", "fp64_noise", "dtype", "temperature")
 
@@ -215,12 +194,12 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
 
     pairs_of = {case: pairs(case) for case in cases}
     missing = set().union(*pairs_of.values())
-    chosen = []
+    selection = []
     while missing:
         best = max(pairs_of, key=lambda case: len(pairs_of[case] & missing))
-        chosen.append(best)
+        selection.append(best)
         missing -= pairs_of.pop(best)
-    return chosen
+    return selection
 
 
 LENGTH, FEW_DRAFTS, FEW_TOKENS = 6, 2, 4  # 4 ** 6 outcomes
@@ -230,16 +209,13 @@ def several_rounds(
     backend: Backend,
     device: torch.device,
     trials: int = 32_768,
-    rules: tuple[Rule, ...] = (Rule.BLOCK, Rule.STANDARD),
+    rules: Rules = (Rule.BLOCK, Rule.STANDARD),
     mutate: Callable[[Propose], Propose] = lambda propose: propose,
 ) -> list[Finding]:
     """Tokens of several rounds have the target's joint distribution.
 
-    They would not if a round reused uniforms of positions that the round before it inspected but
-    did not commit.
-
-    Args:
-        mutate: wraps the drafter, in a lossless way or not.
+    This fails if a round reuses uniforms of positions that the round before it inspected but did
+    not commit. `mutate` changes the drafter.
     """
     target, draft = random_chain(FEW_TOKENS, 4, 0.5)
     device_target, device_draft = target.to(device), draft.to(device)

@@ -1,11 +1,9 @@
 """Ways to break losslessness by replacing one thing, on any backend; a law must reject each.
 
-Mutants of a drafter wrap its `propose`; mutants of drafting and of verification wrap a backend.
-Mutants of the decision itself replace a rule in `ops/rules.py`, for backends that read rules there.
-`mutants` and `rule_mutants` list which mutant must be rejected in which case of the joint
-distribution.
+A mutant changes the proposals of a drafter, the functions of a backend, or a rule in
+`ops/rules.py`. `mutants` and `rule_mutants` list the case in which a law must reject each mutant.
 
-Shapes as in `laws/__init__.py`; R rejected requests.
+Shapes as in `laws/__init__.py`; R requests with a rejected draft.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from foretoken.ops import (
     rules,
 )
 
-TRIALS = 20_000  # with these, all mutants except two are rejected at p < 1e-100
+TRIALS = 20_000  # enough to reject all mutants except two at p < 1e-100
 TRIALS_OF_SUBTLE = 200_000  # for mutants that differ only after several accepted drafts
 READ_RULES = ("torch",)  # backends that take their rules from `ops/rules.py`
 
@@ -49,11 +47,8 @@ def replaced(backend: Backend, **functions: Callable[..., Any]) -> Backend:
     return mutant
 
 
-# Drafters -----------------------------------------------------------------------------------------
-
-
 def _proposal_mutant(change: Callable[[DraftBlock], DraftBlock]) -> Callable[[Propose], Propose]:
-    """Make a mutant of drafters: `change` is applied to each proposal."""
+    """Turn a change of drafts into a mutant of drafters."""
 
     @wraps(change)
     def mutant(propose: Propose) -> Propose:
@@ -64,32 +59,30 @@ def _proposal_mutant(change: Callable[[DraftBlock], DraftBlock]) -> Callable[[Pr
 
 @_proposal_mutant
 def hide_token(drafts: DraftBlock) -> DraftBlock:
-    """Drafts of a certain token become placeholders."""
+    """Drafts of token 2 become placeholders."""
     return replace(drafts, token_BK=drafts.token_BK.masked_fill(drafts.token_BK == 2, -1))
 
 
 @_proposal_mutant
 def cut_before_token(drafts: DraftBlock) -> DraftBlock:
-    """Drafts end before the first one that is a certain token."""
+    """Drafts end before the first draft of token 2."""
     kept_BK = (drafts.token_BK != 2).long().cumprod(dim=1)
     return replace(drafts, num_B=torch.minimum(kept_BK.sum(dim=1), drafts.num_B))
 
 
 @_proposal_mutant
 def cut_by_total(drafts: DraftBlock) -> DraftBlock:
-    """The drafts of two neighbouring requests end before the first index at which either has a
-    certain token.
-    """
+    """Drafts of two neighbouring requests end at the first index where either draft is token 2."""
     pair_B = torch.arange(len(drafts.num_B), device=drafts.num_B.device) // 2
-    sampled_BK = (drafts.token_BK == 2).long()
-    total_BK = torch.zeros_like(sampled_BK).index_add(0, pair_B, sampled_BK)[pair_B]
-    kept_BK = (total_BK < 1).long().cumprod(dim=1)
+    hit_BK = (drafts.token_BK == 2).long()
+    hits_of_pair_BK = torch.zeros_like(hit_BK).index_add(0, pair_B, hit_BK)[pair_B]
+    kept_BK = (hits_of_pair_BK < 1).long().cumprod(dim=1)
     return replace(drafts, num_B=torch.minimum(kept_BK.sum(dim=1), drafts.num_B))
 
 
 @_proposal_mutant
 def row_before_of_q(drafts: DraftBlock) -> DraftBlock:
-    """Every draft is verified with the q of the draft before it."""
+    """Each draft is verified with the q of the previous draft."""
     q = drafts.cache
     if q is None:
         return drafts
@@ -97,11 +90,8 @@ def row_before_of_q(drafts: DraftBlock) -> DraftBlock:
     return replace(drafts, cache=DraftCache(*rolled))
 
 
-# Backends -----------------------------------------------------------------------------------------
-
-
 def shared_stream(backend: Backend) -> Backend:
-    """Drafts are drawn with the residual's noise; the q in the cache is right."""
+    """Drafts are drawn with the noise of residuals; the q in the cache is right."""
 
     def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
         backend.draft(rows, noise, cache)
@@ -111,8 +101,8 @@ def shared_stream(backend: Backend) -> Backend:
     return replaced(backend, draft=draft)
 
 
-def asking(change: Callable[[VerifyBatch], VerifyBatch]) -> Callable[[Backend], Backend]:
-    """Make a mutant of backends: `change` is applied to each batch before `verify` gets it."""
+def batch_mutant(change: Callable[[VerifyBatch], VerifyBatch]) -> Callable[[Backend], Backend]:
+    """Turn a change of the batch that `verify` gets into a mutant of backends."""
 
     @wraps(change)
     def mutant(backend: Backend) -> Backend:
@@ -121,105 +111,99 @@ def asking(change: Callable[[VerifyBatch], VerifyBatch]) -> Callable[[Backend], 
     return mutant
 
 
-@asking
-def same_noise_every_round(x: VerifyBatch) -> VerifyBatch:
+@batch_mutant
+def same_noise_every_round(batch: VerifyBatch) -> VerifyBatch:
     """Verification ignores positions: each round uses the same uniforms and residual noise."""
-    return x._replace(position_B=torch.zeros_like(x.position_B))
+    return batch._replace(position_B=torch.zeros_like(batch.position_B))
 
 
-@asking
-def unfiltered(x: VerifyBatch) -> VerifyBatch:
-    """Drafts are verified against the target without its filters and edits."""
-    return x._replace(params=without_filters(x.params), edits=None)
+@batch_mutant
+def unfiltered(batch: VerifyBatch) -> VerifyBatch:
+    """Drafts are verified against the target without filters and edits."""
+    return batch._replace(params=without_filters(batch.params), edits=None)
 
 
-@asking
-def edits_of_the_row_before(x: VerifyBatch) -> VerifyBatch:
-    """Each row gets the edits of the row before it."""
-    if x.edits is None:
-        return x
-    row_N = torch.arange(len(x.logits_NV), device=x.logits_NV.device)
-    return x._replace(edits=edits_of_rows(x.edits, (row_N - 1).clamp(min=0)))
+@batch_mutant
+def edits_of_the_row_before(batch: VerifyBatch) -> VerifyBatch:
+    """Each row gets the edits of the previous row."""
+    if batch.edits is None:
+        return batch
+    row_N = torch.arange(len(batch.logits_NV), device=batch.logits_NV.device)
+    return batch._replace(edits=edits_of_rows(batch.edits, (row_N - 1).clamp(min=0)))
 
 
-@asking
-def mask_drops_drafts(x: VerifyBatch) -> VerifyBatch:
-    """A sampled draft that the grammar forbids becomes a placeholder before it is verified."""
-    if x.edits is None or x.edits.mask_N is None or x.edits.mask_RW is None:
-        return x
-    mask_RW, token_BK = x.edits.mask_RW, x.drafts.token_BK.clamp(min=0)
+@batch_mutant
+def mask_drops_drafts(batch: VerifyBatch) -> VerifyBatch:
+    """A draft that the grammar forbids becomes a placeholder before it is verified."""
+    edits, drafts = batch.edits, batch.drafts
+    if edits is None or edits.mask_N is None or edits.mask_RW is None:
+        return batch
+    mask_RW, token_BK = edits.mask_RW, drafts.token_BK.clamp(min=0)
     index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
-    row_BK = (first_row(x.drafts)[:, None] + index_K).clamp(max=len(x.logits_NV) - 1)
+    row_BK = (first_row(drafts)[:, None] + index_K).clamp(max=len(batch.logits_NV) - 1)
     word_BK = (token_BK // 32).clamp(max=mask_RW.shape[1] - 1)
-    word_BK = mask_RW[x.edits.mask_N[row_BK], word_BK].long()
+    word_BK = mask_RW[edits.mask_N[row_BK], word_BK].long()
     forbidden_BK = (word_BK >> (token_BK % 32)) & 1 == 0
-    token_BK = x.drafts.token_BK.masked_fill(forbidden_BK, -1)
-    return x._replace(drafts=replace(x.drafts, token_BK=token_BK))
+    token_BK = drafts.token_BK.masked_fill(forbidden_BK, -1)
+    return batch._replace(drafts=replace(drafts, token_BK=token_BK))
 
 
 def without_filters(params: SlotParams) -> SlotParams:
-    """The parameters with top-k, top-p and min-p switched off in all slots."""
-    return replace(
-        params,
-        top_k_S=torch.zeros_like(params.top_k_S),
-        top_p_S=torch.ones_like(params.top_p_S),
-        min_p_S=torch.zeros_like(params.min_p_S),
-    )
-
-
-# Residuals ----------------------------------------------------------------------------------------
+    """Parameters with top-k, top-p and min-p switched off in all slots."""
+    top_k_S, top_p_S = torch.zeros_like(params.top_k_S), torch.ones_like(params.top_p_S)
+    min_p_S = torch.zeros_like(params.min_p_S)
+    return replace(params, top_k_S=top_k_S, top_p_S=top_p_S, min_p_S=min_p_S)
 
 
 Weights = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(p_RV, q_RV, one-hot of the draft [R, V], weight w_tau, weight w_{tau-1}) -> masses [R, V], which
-replace the residual."""
+"""The weights of tokens that may replace a rejected draft x, [R, V], from p [R, V], q [R, V],
+one-hot x [R, V], and the weights w_i and w_{i-1} of the block rule, [R], where i drafts were
+accepted."""
 
 RESIDUALS: dict[str, Weights] = {
-    "no_subtraction": lambda p, q, x, w, before: p,
-    "one_hot": lambda p, q, x, w, before: p * (1 - x),
-    "other_way_round": lambda p, q, x, w, before: q - p,
-    "half_the_draft": lambda p, q, x, w, before: p - q / 2,
+    "no_subtraction": lambda p, q, x, w, w_before: p,
+    "one_hot": lambda p, q, x, w, w_before: p * (1 - x),
+    "other_way_round": lambda p, q, x, w, w_before: q - p,
+    "half_the_draft": lambda p, q, x, w, w_before: p - q / 2,
 }
 BLOCK_RESIDUALS: dict[str, Weights] = {
-    "weight_one": lambda p, q, x, w, before: p - q,
-    "weight_before": lambda p, q, x, w, before: before[:, None] * p - q,
+    "weight_one": lambda p, q, x, w, w_before: p - q,
+    "weight_before": lambda p, q, x, w, w_before: w_before[:, None] * p - q,
 }
 
 
-def residual(masses: Weights) -> Callable[[Backend], Backend]:
-    """A function that breaks a backend: it draws replacements of drafts from other masses.
-
-    The noise of the draw stays the residual's.
-    """
+def residual_mutant(weights: Weights) -> Callable[[Backend], Backend]:
+    """A mutant of backends: tokens in place of rejected drafts are drawn from wrong weights."""
 
     def mutant(backend: Backend) -> Backend:
-        return replaced(
-            backend, verify=lambda batch: _redraw(backend, batch, backend.verify(batch), masses)
-        )
+        def verify(batch: VerifyBatch) -> Verdict:
+            return _redraw(backend, batch, backend.verify(batch), weights)
+
+        return replaced(backend, verify=verify)
 
     return mutant
 
 
-def _redraw(backend: Backend, x: VerifyBatch, verdict: Verdict, masses: Weights) -> Verdict:
-    """The verdict with the tokens in place of rejected drafts drawn again, from `masses`."""
-    b_R = torch.nonzero(verdict.n_accept_B < x.drafts.num_B).flatten()
+def _redraw(backend: Backend, batch: VerifyBatch, verdict: Verdict, weights: Weights) -> Verdict:
+    """Draw the tokens in place of rejected drafts again, from `weights` and with equal noise."""
+    drafts = batch.drafts
+    b_R = torch.nonzero(verdict.n_accept_B < drafts.num_B).flatten()
     i_R = verdict.n_accept_B[b_R]
-    slot_N = x.slot_B.repeat_interleave(x.drafts.num_B + 1)
-    p_NV = _softmax(backend, Rows(x.logits_NV, x.params, slot_N, x.edits))
-    p_RV = p_NV[first_row(x.drafts)[b_R] + i_R]
-    x_RV = torch.zeros_like(p_RV).scatter_(1, x.drafts.token_BK[b_R, i_R][:, None], 1.0)
-    q_RV = _draft_distribution(backend, x, b_R, i_R, x_RV)
-    weight_BK1 = _block_weights(backend, x, p_NV)
-    mass_RV = masses(
-        p_RV, q_RV, x_RV, weight_BK1[b_R, i_R], weight_BK1[b_R, (i_R - 1).clamp(min=0)]
-    ).clamp(min=0)
-    mass_RV = torch.where(mass_RV.sum(dim=1, keepdim=True) > 0, mass_RV, p_RV)
-    plain = without_filters(x.params)
+    slot_N = batch.slot_B.repeat_interleave(drafts.num_B + 1)
+    p_NV = _softmax(backend, Rows(batch.logits_NV, batch.params, slot_N, batch.edits))
+    p_RV = p_NV[first_row(drafts)[b_R] + i_R]
+    one_hot_RV = torch.zeros_like(p_RV).scatter_(1, drafts.token_BK[b_R, i_R][:, None], 1.0)
+    q_RV = _draft_distribution(backend, batch, b_R, i_R, one_hot_RV)
+    w_BK1 = _block_weights(backend, batch, p_NV)
+    w_R, w_before_R = w_BK1[b_R, i_R], w_BK1[b_R, (i_R - 1).clamp(min=0)]
+    weight_RV = weights(p_RV, q_RV, one_hot_RV, w_R, w_before_R).clamp(min=0)
+    weight_RV = torch.where(weight_RV.sum(dim=1, keepdim=True) > 0, weight_RV, p_RV)
+    plain = without_filters(batch.params)
     plain = replace(plain, temperature_S=torch.ones_like(plain.temperature_S))
     token_BK1 = verdict.token_BK1.clone()
     token_R = backend.sample(
-        Rows(mass_RV.log().float(), plain, x.slot_B[b_R]),
-        Noise(x.position_B[b_R] + i_R, torch.zeros_like(i_R), RESIDUAL),
+        Rows(weight_RV.log().float(), plain, batch.slot_B[b_R]),
+        Noise(batch.position_B[b_R] + i_R, torch.zeros_like(i_R), RESIDUAL),
     )
     token_BK1[b_R, i_R] = token_R.to(token_BK1.dtype)
     return verdict._replace(token_BK1=token_BK1)
@@ -230,35 +214,32 @@ def _softmax(backend: Backend, rows: Rows) -> Tensor:
 
 
 def _draft_distribution(
-    backend: Backend, x: VerifyBatch, b_R: Tensor, i_R: Tensor, x_RV: Tensor
+    backend: Backend, batch: VerifyBatch, b_R: Tensor, i_R: Tensor, one_hot_RV: Tensor
 ) -> Tensor:
-    """q of draft i_R of request b_R; without a cache it is `x_RV`, one-hot at the draft."""
-    if x.drafts.cache is None:
-        return x_RV
-    slot_R = x.slot_B[b_R]
-    rows_RV = x.drafts.cache.logits_SKV[slot_R, i_R]
-    return _softmax(backend, Rows(rows_RV, x.params, slot_R))
+    """q of draft i_R of request b_R; `one_hot_RV`, one-hot at the draft, if there is no cache."""
+    if batch.drafts.cache is None:
+        return one_hot_RV
+    slot_R = batch.slot_B[b_R]
+    rows_RV = batch.drafts.cache.logits_SKV[slot_R, i_R]
+    return _softmax(backend, Rows(rows_RV, batch.params, slot_R))
 
 
-def _block_weights(backend: Backend, x: VerifyBatch, p_NV: Tensor) -> Tensor:
-    """Weights of the block rule, [B, K + 1]: p_0 = 1, p_i = min(1, p_{i-1} p(x_i) / q(x_i)).
+def _block_weights(backend: Backend, batch: VerifyBatch, p_NV: Tensor) -> Tensor:
+    """Weights of the block rule, [B, K + 1]: w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)).
 
     All requests must have K drafts.
     """
-    num_drafts = x.drafts.token_BK.shape[1]
-    b_B = torch.arange(len(x.slot_B), device=x.slot_B.device)
-    p_BKV = p_NV.view(len(b_B), num_drafts + 1, -1)
+    draft_BK = batch.drafts.token_BK
+    b_B = torch.arange(len(batch.slot_B), device=batch.slot_B.device)
+    p_BKV = p_NV.view(len(b_B), draft_BK.shape[1] + 1, -1)
     columns = [torch.ones(len(b_B), dtype=torch.float64, device=b_B.device)]
-    for i in range(num_drafts):
-        x_B1 = x.drafts.token_BK[:, i : i + 1]
-        x_BV = torch.zeros_like(p_BKV[:, i]).scatter_(1, x_B1, 1.0)
-        q_BV = _draft_distribution(backend, x, b_B, torch.full_like(b_B, i), x_BV)
-        ratio_B = (p_BKV[:, i].gather(1, x_B1) / q_BV.gather(1, x_B1)).flatten()
+    for i in range(draft_BK.shape[1]):
+        draft_B1 = draft_BK[:, i : i + 1]
+        one_hot_BV = torch.zeros_like(p_BKV[:, i]).scatter_(1, draft_B1, 1.0)
+        q_BV = _draft_distribution(backend, batch, b_B, torch.full_like(b_B, i), one_hot_BV)
+        ratio_B = (p_BKV[:, i].gather(1, draft_B1) / q_BV.gather(1, draft_B1)).flatten()
         columns.append((columns[-1] * ratio_B).clamp(max=1.0))
     return torch.stack(columns, dim=1)
-
-
-# Rules --------------------------------------------------------------------------------------------
 
 
 RuleMutant = Callable[[rules.Decide], rules.Decide]
@@ -270,12 +251,11 @@ def one_uniform(rule: rules.Decide) -> rules.Decide:
 
 
 def early_stop(rule: rules.Decide) -> rules.Decide:
-    """The block rule with its h_i, but drafts after the first with u_i >= h_i are rejected."""
+    """The block rule, but all drafts from the first one with u_i >= h_i on are rejected."""
 
     def passes(x: rules.RuleInputs, i: int) -> Tensor:
-        """Whether u_i < h_i: the rule's decision on draft i if no later draft can be accepted."""
         log_u_BK = x.log_u_BK.clone()
-        log_u_BK[:, i + 1 :] = torch.inf
+        log_u_BK[:, i + 1 :] = torch.inf  # later drafts fail, so that draft i passes if u_i < h_i
         return rule(replace(x, log_u_BK=log_u_BK))[:, i]
 
     def mutant(x: rules.RuleInputs) -> Tensor:
@@ -286,7 +266,7 @@ def early_stop(rule: rules.Decide) -> rules.Decide:
 
 
 def mass_of_the_row_before(rule: rules.Decide) -> rules.Decide:
-    """h_i is computed from S_{i-1} instead of S_i."""
+    """The block rule computes h_i from the residual mass S_{i-1} instead of S_i."""
 
     def mutant(x: rules.RuleInputs) -> Tensor:
         if x.residual_mass_BK is None:
@@ -298,7 +278,7 @@ def mass_of_the_row_before(rule: rules.Decide) -> rules.Decide:
 
 @contextmanager
 def replaced_rule(rule: Rule, mutate: RuleMutant) -> Iterator[None]:
-    """Replace one rule in `ops/rules.py` until the context ends."""
+    """Replace one rule of `ops/rules.py` until the context ends."""
     original = rules.RULES[rule]
     rules.RULES[rule] = mutate(original)
     try:
@@ -307,17 +287,11 @@ def replaced_rule(rule: Rule, mutate: RuleMutant) -> Iterator[None]:
         rules.RULES[rule] = original
 
 
-# Cases --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Mutant:
-    """A case with one mutation: of the proposal (`propose`), of the backend, or of the rule.
+    """A mutation of the drafter (`propose`), of the backend or of the rule, and its test case."""
 
-    what: name of the mutation
-    """
-
-    what: str
+    mutation: str
     case: Case
     propose: Callable[[Propose], Propose] | None = None
     backend: Callable[[Backend], Backend] | None = None
@@ -326,11 +300,11 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        return f"{self.what}-{self.case.name}"
+        return f"{self.mutation}-{self.case.name}"
 
 
 def check_mutant(mutant: Mutant, backend: Backend, device: torch.device) -> Finding:
-    """The p-value of the mutant's tokens, which must be below `MUTANT_P`."""
+    """The p-value of a mutant's tokens, which must be below `MUTANT_P`."""
     mutated = backend if mutant.backend is None else mutant.backend(backend)
     change = replaced_rule(mutant.case.rule, mutant.rule) if mutant.rule else nullcontext()
     with change:
@@ -358,8 +332,8 @@ def mutants() -> list[Mutant]:
             Mutant("mask_drops_drafts", _real_q(rule, "grammar"), backend=mask_drops_drafts),
         ]
         result += [
-            Mutant(f"residual_{name}", _real_q(rule), backend=residual(masses))
-            for name, masses in RESIDUALS.items()
+            Mutant(f"residual_{name}", _real_q(rule), backend=residual_mutant(weights))
+            for name, weights in RESIDUALS.items()
         ]
     for rule, filters in zip(
         (*lossless, Rule.COUPLED, *lossless),
@@ -370,22 +344,16 @@ def mutants() -> list[Mutant]:
     for rule, filters in zip(lossless, ("penalties", "grammar"), strict=True):
         edits_before = _real_q(rule, filters)
         result.append(Mutant("edits_before", edits_before, backend=edits_of_the_row_before))
-    for name, masses in BLOCK_RESIDUALS.items():
-        subtle, block = residual(masses), _real_q(Rule.BLOCK)
+    for name, weights in BLOCK_RESIDUALS.items():
+        subtle, block = residual_mutant(weights), _real_q(Rule.BLOCK)
         result.append(Mutant(f"residual_{name}", block, backend=subtle, trials=TRIALS_OF_SUBTLE))
-    coupled = residual(RESIDUALS["one_hot"])
+    coupled = residual_mutant(RESIDUALS["one_hot"])
     result.append(Mutant("residual_one_hot", _real_q(Rule.COUPLED), backend=coupled))
     return result
 
 
 def rule_mutants() -> list[Mutant]:
-    """Mutants of the decision, for the backends in `READ_RULES`."""
-    return [
-        Mutant(mutate.__name__, _real_q(rule), rule=mutate)
-        for rule, mutate in (
-            (Rule.STANDARD, one_uniform),
-            (Rule.BLOCK, one_uniform),
-            (Rule.BLOCK, early_stop),
-            (Rule.BLOCK, mass_of_the_row_before),
-        )
-    ]
+    """Mutants of rules, for the backends in `READ_RULES`."""
+    pairs = [(Rule.STANDARD, one_uniform), (Rule.BLOCK, one_uniform)]
+    pairs += [(Rule.BLOCK, early_stop), (Rule.BLOCK, mass_of_the_row_before)]
+    return [Mutant(mutate.__name__, _real_q(rule), rule=mutate) for rule, mutate in pairs]

@@ -1,4 +1,4 @@
-"""The whole suite: every law, case and mutant, as tasks that several processes can share."""
+"""The whole suite: every law, case and mutant is a task, and several processes can share tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Law = Callable[[Backend, torch.device, int], list[Finding]]
 
 
 def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Ties, rows with whole blocks masked, and vocabularies of all sizes."""
+    """Findings of ties, of rows with whole blocks masked, and of vocabularies of all sizes."""
     findings = drawing.ties(backend, device, trials)
     findings += drawing.masked_blocks(backend, device, 20_000)
     for vocabulary in drawing.VOCABULARIES:
@@ -31,10 +31,10 @@ def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Fi
 
 
 def noise(name: str, backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Nearly uniform rows and far tails, with as many draws as the device can afford.
+    """Findings of nearly uniform rows and far tails, with the noise `name` of `NOISE`.
 
-    A CPU takes 0.3 ns per logit, and 20 ns per token of flat noise; so it gets fewer draws and
-    smaller vocabularies.
+    A CPU takes 0.3 ns per logit, and 20 ns per token of flat noise: it gets fewer draws and smaller
+    vocabularies than a GPU.
     """
     gpu = device.type == "cuda"
     draw = drawing.sampler(backend, NOISE[name])
@@ -50,12 +50,9 @@ def noise(name: str, backend: Backend, device: torch.device, trials: int) -> lis
 
 
 def synthetic_rates(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """The synthetic rule: rates per position, mean rates from the solver, rejections at T = 0."""
-    return [
-        *acceptance.per_position(backend, device),
-        *acceptance.mean_rates(backend, device),
-        *acceptance.greedy_rejections(backend, device),
-    ]
+    """Findings of the synthetic rule: rates per position, mean rates, rejections at T = 0."""
+    findings = acceptance.per_position(backend, device) + acceptance.mean_rates(backend, device)
+    return findings + acceptance.greedy_rejections(backend, device)
 
 
 LAWS: dict[str, Law] = {
@@ -73,7 +70,7 @@ LAWS: dict[str, Law] = {
 
 
 class Task(NamedTuple):
-    """One law on a backend. For the laws "joint" and "mutants", only case or mutant `number`."""
+    """One law on a backend; for "joint" and "mutants" only the case or mutant at index `number`."""
 
     law: str
     number: int
@@ -88,20 +85,19 @@ def tasks(
     """All tasks: the longest first, cases of the joint distribution last.
 
     Args:
-        trials: number of trials in one case of the joint distribution.
-        quick: only the pairwise selection of cases.
+        quick: of the cases, only the pairwise selection and the extra cases.
     """
-    where = (backend, device, trials)
-    result = [Task(law, 0, *where) for law in reversed(LAWS)]
+    common = (backend, device, trials)
+    result = [Task(law, 0, *common) for law in reversed(LAWS)]
     if device.type == "cuda":  # it takes 10 GB of memory
-        result.insert(0, Task("far_rows", 0, *where))
-    result += [Task("mutants", i, *where) for i in range(len(_mutants_of(backend)))]
+        result.insert(0, Task("far_rows", 0, *common))
+    result += [Task("mutants", i, *common) for i in range(len(_mutants_of(backend)))]
     num_cases = len(_few_cases() if quick else _joint_cases())
-    return [*result, *(Task("joint", i, *where) for i in range(num_cases))]
+    return [*result, *(Task("joint", i, *common) for i in range(num_cases))]
 
 
 def find(task: Task) -> list[Finding]:
-    """Run a task, which may come from another process; returns its findings."""
+    """Run a task, which may come from another process."""
     backend = get_backend(task.backend)
     if task.law == "mutants":
         return [check_mutant(_mutants_of(task.backend)[task.number], backend, task.device)]

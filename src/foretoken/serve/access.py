@@ -16,7 +16,7 @@ from itertools import product
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foretoken.serve.errors import Refusal, own_path
+from foretoken.serve.errors import Refusal, path_without_root
 from foretoken.serve.options import ServeOptions
 
 PAGE = {
@@ -61,7 +61,7 @@ class KeyCheck:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and own_path(scope) not in OPEN:
+        if scope["type"] == "http" and path_without_root(scope) not in OPEN:
             headers = Headers(scope=scope)
             scheme, _, credentials = headers.get("authorization", "").partition(" ")
             bearer = credentials.strip(" ") if scheme.lower() == "bearer" else ""  # RFC 9110, 11.1

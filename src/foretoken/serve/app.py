@@ -59,12 +59,12 @@ def build_app(
     # The last middleware added sees a request first, so no body is read before access is checked.
     longest = context.served.max_model_len
     app.add_middleware(BodyLimits, options=options, max_model_len=longest)
-    for kind, arguments in guards(options) if guarded else ():
+    for kind, arguments in access_middleware(options) if guarded else ():
         app.add_middleware(kind, **arguments)
     return app
 
 
-def guards(options: ServeOptions) -> list[tuple[Any, dict[str, Any]]]:
+def access_middleware(options: ServeOptions) -> list[tuple[Any, dict[str, Any]]]:
     """Middleware classes for access and logs, with arguments. The last one sees a request first."""
     middleware: list[tuple[Any, dict[str, Any]]] = []
     if options.keys:

@@ -55,8 +55,8 @@ def start(
     options.check_engine(config)
     try:
         from foretoken.serve.app import build_app
-        from foretoken.serve.logs import set_up
-        from foretoken.serve.server import bind, check_tls, collect_when_idle, leave, serve
+        from foretoken.serve.logs import configure_logging
+        from foretoken.serve.server import bind, check_tls, collect_when_idle, exit_now, serve
     except ModuleNotFoundError as error:
         missing, remedy = f"foretoken[serve]: {error.name}", "Run: pip install 'foretoken[serve]'"
         raise ConfigError(missing, None, "installed to serve", remedy) from None
@@ -65,7 +65,7 @@ def start(
     from foretoken.engine.devices import choose_device
 
     engine = with_defaults(engine, choose_device(config.device).type)
-    set_up(options.log_level)
+    configure_logging(options.log_level)
     with bind(options) as bound_socket:  # before the model, which may take minutes to load
         say(f"Loading {engine['model']}")
         app = build_app((load or AsyncEngine)(**engine), options)
@@ -73,7 +73,7 @@ def start(
         context = app.state.context
         lines = [describe_model(context.served.names, config), context.served.format.summary]
         serve(app, context.lifetime, bound_socket, lines, say)
-    leave(0)
+    exit_now(0)
 
 
 def start_replicas(

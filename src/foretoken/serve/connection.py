@@ -22,13 +22,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from foretoken.serve.errors import Refusal, UnavailableError, refusal
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.running import NO_MORE
+from foretoken.serve.running import ENDING_MESSAGE
 
 _INVALID = Refusal(400, "This is no HTTP/1.1 request.", "invalid_request_error")
 _TOO_SLOW = Refusal(408, "The request did not arrive in time.", "invalid_request_error")
 _NO_HOST = Refusal(400, "A request must have one `Host` header.", "invalid_request_error")
 _NO_TUNNEL = Refusal(400, "This server opens no tunnels.", "invalid_request_error")
-_NO_MORE_REQUESTS = refusal(UnavailableError(NO_MORE))
+_NO_MORE_REQUESTS = refusal(UnavailableError(ENDING_MESSAGE))
 _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from foretoken.errors import RequestError
-from foretoken.serve.errors import field_error, written_as
+from foretoken.serve.errors import client_field_names, field_error
 from foretoken.serve.parsers.message import call_fields
 from foretoken.serve.protocol.chat import (
     AllowedNames,
@@ -158,7 +158,7 @@ def _read_as_chat(chat: ChatBody, served: Served, names: Mapping[str, str]) -> G
     Args:
         names: names of fields in that body, by their names in a chat.
     """
-    with written_as(names):
+    with client_field_names(names):
         generation = read_chat(chat, served)
     body_names = {
         name: ", ".join(names.get(part, part) for part in written.split(", "))

@@ -80,7 +80,7 @@ request_id = ContextVar("request_id", default="")
 """The name of this task's request; see `logs.py`."""
 
 
-def own_path(scope: Scope) -> str:
+def path_without_root(scope: Scope) -> str:
     """The path of a request, without the prefix under which a proxy has this server."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) or "/"
@@ -109,7 +109,7 @@ class Refusal(NamedTuple):
 
     def response(self, scope: Scope | None = None) -> Response:
         """The error as a response, in the shape that clients of the request's path read."""
-        is_anthropic = scope is not None and own_path(scope).startswith("/v1/messages")
+        is_anthropic = scope is not None and path_without_root(scope).startswith("/v1/messages")
         body = self.anthropic if is_anthropic else self.body
         # ASCII, since a quoted value may be invalid Unicode.
         text = json.dumps(body, separators=(",", ":"))
@@ -179,7 +179,7 @@ def _log_error(summary: str, error: BaseException) -> None:
 
 
 @contextmanager
-def written_as(names: Mapping[str, str]) -> Iterator[None]:
+def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
     """Have a `RequestError` raised within name its field as the client wrote it.
 
     Args:
@@ -204,7 +204,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        path = own_path(request.scope)
+        path = path_without_root(request.scope)
         message, code = f"{request.method} {path}: {error.detail}", None
         if error.status_code == 404:
             message, code = f"{request.method} {path} is not here. {_WHAT_IS_SERVED}", "unknown_url"

@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.errors import Refusal, refusal
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.sse import aside
+from foretoken.serve.sse import in_thread_if_long
 
-BODILESS = ("GET", "HEAD", "OPTIONS")
+METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 _QUOTE = 2
 _KINDS = np.zeros(256, np.int8)  # by byte: how far it changes the depth, or `_QUOTE`
 _KINDS[[*b"[{"]], _KINDS[[*b"]}"]], _KINDS[ord('"')] = 1, -1, _QUOTE
@@ -52,7 +52,7 @@ class BodyLimits:
             await send(message)
 
         try:
-            if scope["method"] in BODILESS:
+            if scope["method"] in METHODS_WITHOUT_BODY:
                 await self._app(scope, receive, send_watched)
             elif isinstance(body := await self._read(scope, receive), Refusal):
                 await body.response(scope)(scope, receive, send_watched)
@@ -81,7 +81,7 @@ class BodyLimits:
             text = f"The body must have at most {limit} bytes."
             return Refusal(413, text, "invalid_request_error", code="body_too_large")
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        return await aside(size, self._check, body) or body
+        return await in_thread_if_long(size, self._check, body) or body
 
     def _check(self, body: bytes) -> Refusal | None:
         """A refusal, if parsing the body would take too long."""
@@ -145,7 +145,7 @@ async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
         content_type.startswith("application/") and content_type.endswith("+json")
     )
     body = await request.body()
-    return await aside(len(body), _parse, body, kind, is_json=is_json)
+    return await in_thread_if_long(len(body), _parse, body, kind, is_json=is_json)
 
 
 def _parse(body: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.access import OPEN
 from foretoken.serve.answers.events import Usage
-from foretoken.serve.errors import own_path, request_id
+from foretoken.serve.errors import path_without_root, request_id
 from foretoken.serve.protocol.common import REQUEST_ID
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(fields, separators=(",", ":"))
 
 
-def set_up(level: str) -> None:
+def configure_logging(level: str) -> None:
     """Have this process log to standard error, and Foretoken's loggers log at `level` and above."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
@@ -90,7 +90,7 @@ class RequestLog:
                 "complete": is_complete and status != 499,
             }
             fields |= log_fields(scope.get("state", {}))
-            level = logging.DEBUG if own_path(scope) in OPEN else logging.INFO
+            level = logging.DEBUG if path_without_root(scope) in OPEN else logging.INFO
             _log.log(level, "request", extra={"fields": fields})
             request_id.reset(token)
 

@@ -21,7 +21,7 @@ from foretoken.errors import CapacityError, RequestError
 from foretoken.models.chat import ChatOptions
 from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.structured import ANY_OBJECT, FIELD, WHITE_SPACE, as_text
-from foretoken.serve.errors import UnknownModelError, written_as
+from foretoken.serve.errors import UnknownModelError, client_field_names
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.parsers.message import Parsing
@@ -242,7 +242,7 @@ def _with_message(
             bound = "true beside `tools`: calls are read from the text"
             raise RequestError("detokenize", False, bound)
         return generation
-    with written_as(written):
+    with client_field_names(written):
         grammar = tools.grammar(form, params.structured_outputs)
     if grammar is not None:
         params = replace(params, structured_outputs={"grammar": grammar})
@@ -364,7 +364,7 @@ def _read(
     splits_tokens = bool(options and options.split_tokens)
     if splits_tokens and "logprobs" not in param_values:
         param_values["logprobs"] = 0  # log-probabilities bring each token's text
-    with written_as(written):
+    with client_field_names(written):
         params = _sampling_params(body, served, param_values)
     num_drafts = params.num_speculative_tokens
     return GenerationRequest(

@@ -23,12 +23,12 @@ from foretoken.engine.admission import last_tokens
 from foretoken.errors import ForetokenError, RequestError
 from foretoken.outputs import RequestDelta
 from foretoken.sampling.params import SamplingParams
-from foretoken.serve.errors import UnavailableError, written_as
+from foretoken.serve.errors import UnavailableError, client_field_names
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import GenerationRequest
 
 _GRACE = 5.0
-NO_MORE = "The server ends and takes no more requests."
+ENDING_MESSAGE = "The server ends and takes no more requests."
 CUT_MESSAGES = {
     "queue": "No token was made within `queue_timeout`: the server is too busy.",
     "timeout": "No token was made within `request_timeout`: the server is too busy.",
@@ -122,7 +122,7 @@ class Flight:
 
     def __enter__(self) -> Self:
         if self._lifetime.is_draining:
-            raise UnavailableError(NO_MORE)
+            raise UnavailableError(ENDING_MESSAGE)
         self._task = asyncio.current_task()
         options, call_later = self._lifetime.options, self._lifetime.call_later
         self._timers = [
@@ -200,7 +200,7 @@ async def run(
         ForetokenError: the errors of `AsyncEngine.generate` and `Flight`, and the error that ended
             one of the engine's requests.
     """
-    with written_as(generation.written), flight:
+    with client_field_names(generation.written), flight:
         params, template = generation.params, generation.template
         logprob_counts = (generation.num_top, params.prompt_logprobs)
         is_counted = params.trace or any(value is not None for value in logprob_counts)

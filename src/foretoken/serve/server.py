@@ -207,7 +207,7 @@ def serve(
     say("Ended: " + (f"{num_cut} requests were cut off." if num_cut else "all is answered."))
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End this process now, after flushing its output.
 
     Python would first destroy 3 000 modules and 400 000 objects, which took 1.4 to 2.7 s, and wait

@@ -94,7 +94,9 @@ async def paced(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
     yield b"".join(chunk)
 
 
-async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def in_thread_if_long(
+    size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     """The result of `work` on a body of `size` bytes; work on a long body runs in a thread."""
     if size < LONG_BODY:
         return work(*args, **kwargs)

@@ -48,7 +48,7 @@ def token_label(token: int, entry: Logprob, *, as_id: bool) -> str:
     return f"token_id:{token}" if as_id or entry.decoded_token is None else token_text(entry)
 
 
-def own_entry(row: Row) -> tuple[int, Logprob]:
+def actual_entry(row: Row) -> tuple[int, Logprob]:
     """The token at a row's position in the text, and its entry: the first of the row."""
     return next(iter(row.items()))
 
@@ -233,25 +233,25 @@ class CompletionWriter(ChunkWriter):
                 echoed = [row for row in event.echo.prompt_logprobs if row is not None]
                 # The first token has no row. Its text is the prompt's text without that of the
                 # rows.
-                num_later = sum(len(token_text(own_entry(row)[1])) for row in echoed)
+                num_later = sum(len(token_text(actual_entry(row)[1])) for row in echoed)
                 first_text = [prompt[: max(0, len(prompt) - num_later)]]
                 first_label = [f"token_id:{ids[0]}"] if self._as_id or not prompt else first_text
                 rows += echoed
             rows += event.sample.logprobs or ()
-        texts = first_text + [token_text(own_entry(row)[1]) for row in rows]
+        texts = first_text + [token_text(actual_entry(row)[1]) for row in rows]
         nulls, index = [None] * len(first_text), events[0].choice
-        labels = [token_label(*own_entry(row), as_id=self._as_id) for row in rows]
+        labels = [token_label(*actual_entry(row), as_id=self._as_id) for row in rows]
         start = self._text_ends.get(index, 0)
         *offsets, self._text_ends[index] = accumulate(map(len, texts), initial=start)
         return {
             "tokens": first_label + labels,
-            "token_logprobs": nulls + [finite_logprob(own_entry(row)[1]) for row in rows],
+            "token_logprobs": nulls + [finite_logprob(actual_entry(row)[1]) for row in rows],
             "top_logprobs": LazyList(chain(nulls, map(self._top, rows))),
             "text_offset": offsets,
         }
 
     def _top(self, row: Row) -> dict[str, float]:
-        entries = [*top_entries(row, self._num_top or 0), own_entry(row)]
+        entries = [*top_entries(row, self._num_top or 0), actual_entry(row)]
         return {token_label(*item, as_id=self._as_id): finite_logprob(item[1]) for item in entries}
 
 
@@ -336,7 +336,7 @@ class ChatWriter(ChunkWriter):
 
     def _token(self, row: Row) -> dict[str, Any]:
         top = [self._entry(*item) for item in top_entries(row, self._num_top or 0)]
-        return {**self._entry(*own_entry(row)), "top_logprobs": top}
+        return {**self._entry(*actual_entry(row)), "top_logprobs": top}
 
     def _entry(self, token: int, entry: Logprob) -> dict[str, Any]:
         """A token, its log-probability, and the bytes of its text.

@@ -17,7 +17,7 @@ from foretoken.serve.answers.choices import ChatWriter, CompletionWriter
 from foretoken.serve.answers.events import Event, EventReader
 from foretoken.serve.answers.named import MessagesWriter, ResponsesWriter
 from foretoken.serve.conversions import read_messages, read_responses
-from foretoken.serve.errors import Refusal, error_responses, written_as
+from foretoken.serve.errors import Refusal, client_field_names, error_responses
 from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import Record
 from foretoken.serve.protocol.chat import ChatBody, CompletionBody
@@ -36,8 +36,8 @@ from foretoken.serve.sse import (
     AnswerWriter,
     EventStream,
     WholeAnswer,
-    aside,
     dumps,
+    in_thread_if_long,
     paced,
     while_connected,
 )
@@ -53,7 +53,9 @@ def router(context: Context) -> APIRouter:
 
     async def read(reader: Reader[Body], body: Body, request: Request) -> GenerationRequest:
         """The request of a body. A long body is read in a thread, so that other requests go on."""
-        return await aside(len(await request.body()), _read_and_check, reader, body, served)
+        return await in_thread_if_long(
+            len(await request.body()), _read_and_check, reader, body, served
+        )
 
     @routes.post("/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -93,7 +95,7 @@ def router(context: Context) -> APIRouter:
 
 def _read_and_check(read: Reader[Body], body: Body, served: Served) -> GenerationRequest:
     generation = read(body, served)
-    with written_as(generation.written):
+    with client_field_names(generation.written):
         check_size(generation, served)
     return generation
 

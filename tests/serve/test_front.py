@@ -410,7 +410,7 @@ def test_a_client_that_leaves_ends_its_request(pair: Pair, when: str) -> None:
                 gate.open(2)
                 assert leaving.recv(10)
         until(lambda: engine.status.num_open == 0)
-        until(lambda: not (found.front.life.flights or pair[0]._life.flights))
+        until(lambda: not (found.front.life.open_requests or pair[0]._life.open_requests))
         gate.close()
         assert found.http.post(COMPLETIONS, json=LONG).status_code == 200
 
@@ -422,7 +422,7 @@ def test_a_client_that_leaves_closes_the_answer(script: list[Any]) -> None:
         with closing(connect(Running(found.url, Any))) as leaving:
             leaving.sendall(request(LONG))
             until(lambda: fake.calls)
-        until(lambda: fake.num_closed == 1 and not found.front.life.flights)
+        until(lambda: fake.num_closed == 1 and not found.front.life.open_requests)
 
 
 @pytest.mark.parametrize(
@@ -588,6 +588,6 @@ def test_what_a_replica_does_not_let_go_of_is_ended(begun: list[Any]) -> None:
         assert answer.status_code == (200 if begun else 503)
         read = events(answer.text) if begun else [{"n": 1}, answer.json(), "[DONE]"]
         assert (read[0], read[2]) == ({"n": 1}, "[DONE]")
-        assert "did not let go" in read[1]["error"]["message"]
+        assert "did not end this request" in read[1]["error"]["message"]
         found.thread.join(PATIENCE)
         assert (found.front.life.num_cut, fake.num_closed) == (1, 1)

@@ -173,11 +173,11 @@ class ForwardedRequest:
         if self._life.is_draining:
             raise UnavailableError(ENDING_MESSAGE)
         self._task = asyncio.current_task()
-        self._life.flights.add(self)
+        self._life.open_requests.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        self._life.flights.discard(self)
+        self._life.open_requests.discard(self)
 
     def cut(self, reason: str, *, refuses: bool = True) -> None:
         """Cancel the request's task if `refuses`; else the replica itself ends the answer."""
@@ -230,7 +230,7 @@ class Relay:
         elif path.startswith("/v1/responses"):
             last = b"".join(error_event(refused, self._num_events))
         else:
-            last = b"data: " + dumps(refused.body) + b"\n\n" + DONE
+            last = b"data: " + dumps(refused.openai) + b"\n\n" + DONE
         await self._send_body(last, more=False)
 
     async def _await_replica(self, pieces: AsyncGenerator[Piece, None]) -> None:

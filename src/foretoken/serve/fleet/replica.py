@@ -139,7 +139,7 @@ class Replica:
 
     async def state(self) -> State:
         failure = self._engine.status.failure
-        return State(self._name, os.getpid(), str(failure or ""), len(self._life.flights))
+        return State(self._name, os.getpid(), str(failure or ""), len(self._life.open_requests))
 
     async def metrics(self) -> tuple[str, list[Metric]]:
         """The replica's name, and the metrics of the engine and of the process."""

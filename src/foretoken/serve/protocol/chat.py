@@ -1,6 +1,6 @@
 """The bodies of `/v1/completions`, `/v1/chat/completions`, `/tokenize` and `/detokenize`.
 
-Messages are checked by `models/chat.py`, which knows what the template reads.
+`models/chat.py` checks messages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Fields):
-    """A function that the model may call.
-
-    `strict` changes nothing: forced calls always fit the schema, other calls are the model's
-    choice.
-    """
+    """A function that the model may call; `strict` has no effect: forced calls fit the schema."""
 
     foreign = TOOL
     name: FunctionName

@@ -1,6 +1,6 @@
-"""Fields of public schemas that are accepted where they change nothing, and refused elsewhere.
+"""Fields of public APIs that are accepted with values without effect, and refused with others.
 
-Charter: one table for each body, as in `foretoken/foreign.py`. null is accepted for every field.
+There is one table for each body, as in `foretoken/foreign.py`; null is always accepted.
 """
 
 from __future__ import annotations

@@ -18,21 +18,12 @@ from foretoken.serve.protocol.common import (
 )
 from foretoken.serve.protocol.foreign import REASONING, RESPONSES, TEXT
 
-Included = Annotated[
-    list[
-        Literal[
-            "reasoning.encrypted_content",
-            "web_search_call.results",
-            "web_search_call.action.sources",
-            "file_search_call.results",
-            "code_interpreter_call.outputs",
-            "computer_call_output.output.image_url",
-            "message.input_image.image_url",
-        ]
-    ]
-    | None,
-    "inert",
-]
+_NotHere = Literal[
+    "reasoning.encrypted_content", "web_search_call.results", "web_search_call.action.sources",
+    "file_search_call.results", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url", "message.input_image.image_url",
+]  # fmt: skip
+Included = Annotated[list[_NotHere] | None, "inert"]
 """Values of `include` for things that do not exist here. `message.output_text.logprobs` is refused:
 log-probabilities exist, but this API does not show them."""
 
@@ -49,7 +40,6 @@ class InputText(Fields):
     @model_validator(mode="before")
     @classmethod
     def read_refusal(cls, value: Any) -> Any:
-        """Rename the field `refusal` of a refusal to `text`."""
         if isinstance(value, dict) and value.get("type") == "refusal":
             value = {"text" if key == "refusal" else key: value for key, value in value.items()}
         return value

@@ -82,8 +82,8 @@ class HostCheck:
         if host is not None and not self._is_allowed(host):
             allowed = ", ".join(["localhost, 127.0.0.1, [::1]", *sorted(self._allowed)])
             message = (
-                f"`Host` is {host[:200]!r}. It must be one of {allowed}: this server has no key, and "
-                "web sites must not use it. Start it with --allowed-hosts or --api-key."
+                f"`Host` is {host[:200]!r}. It must be one of {allowed}, so that web sites cannot "
+                "use a server without a key. Start it with --allowed-hosts or --api-key."
             )
             refusal = Refusal(421, message, "invalid_request_error", "Host", "host_not_allowed")
             await refusal.response(scope)(scope, receive, send)

@@ -23,24 +23,13 @@ from foretoken.serve.protocol.chat import (
 )
 from foretoken.serve.protocol.common import Fields, JsonSchema, ResponseFormat, SamplingFields
 from foretoken.serve.protocol.messages import (
-    ASSISTANT_BLOCKS,
-    TEXT_BLOCKS,
-    USER_BLOCKS,
+    BLOCKS,
     CountBody,
     MessagesBody,
     MessageToolChoice,
     Turn,
 )
-from foretoken.serve.protocol.responses import (
-    ITEMS,
-    AllowedFunctions,
-    CallItem,
-    CallOutputItem,
-    InputText,
-    MessageItem,
-    ReasoningItem,
-    ResponsesBody,
-)
+from foretoken.serve.protocol.responses import ITEMS, AllowedFunctions, InputText, ResponsesBody
 from foretoken.serve.requests import GenerationRequest, ServedModel, read_chat
 
 _IN_RESPONSES = {
@@ -191,14 +180,14 @@ def _conversation(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     reasoning = ""
     for i, value in enumerate(items):
         item = read_item(ITEMS, f"input[{i}]", value, default="message")
-        if isinstance(item, ReasoningItem):
+        if item.type == "reasoning":
             reasoning = _joined_text(item.content or [])
-        elif isinstance(item, MessageItem):
+        elif item.type == "message":
             messages.append({"role": item.role, "content": _joined_text(item.content)})
-        elif isinstance(item, CallOutputItem):
+        elif item.type == "function_call_output":
             result = {"tool_call_id": item.call_id, "content": _joined_text(item.output)}
             messages.append({"role": "tool", **result})
-        elif isinstance(item, CallItem):
+        else:
             if not messages or messages[-1]["role"] != "assistant" or reasoning:
                 messages.append({"role": "assistant", "content": None})
             calls = messages[-1].setdefault("tool_calls", [])
@@ -230,7 +219,7 @@ def _chat_messages(place: str, turn: Turn) -> list[dict[str, Any]]:
     """The messages of a chat from a turn, one for each tool result; `place` is for errors."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    kinds = {"assistant": ASSISTANT_BLOCKS, "user": USER_BLOCKS}.get(turn.role, TEXT_BLOCKS)
+    kinds = BLOCKS[turn.role]
     blocks = [
         read_item(kinds, f"{place}.content[{i}]", block) for i, block in enumerate(turn.content)
     ]

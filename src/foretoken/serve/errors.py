@@ -40,15 +40,11 @@ _BATCH_ERRORS = {
     StepError: "The engine failed in work for several requests.",
 }
 _UNAVAILABLE = (*_BATCH_ERRORS, UsageError)
-_ANTHROPIC = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    421: "invalid_request_error",
-    429: "rate_limit_error",
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    413: "request_too_large", 421: "invalid_request_error", 429: "rate_limit_error",
     503: "overloaded_error",
-}
+}  # fmt: skip
 _RETRY_LATER = {"Retry-After": "1"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _RETRY_LATER, 503: _RETRY_LATER}
 _WHAT_IS_SERVED = (
@@ -57,23 +53,15 @@ _WHAT_IS_SERVED = (
     "/v1/messages; GET /docs shows all paths."
 )
 _BOUNDS = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a text",
+    "int_type": "an integer", "float_type": "a number", "finite_number": "a finite number",
+    "bool_type": "true or false", "list_type": "a list", "dict_type": "an object",
+    "model_attributes_type": "an object", "model_type": "an object", "string_type": "a text",
     "string_unicode": "a text without lone surrogates",
     "string_pattern_mismatch": "a text that matches {pattern}",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_attributes_type": "an object",
-    "model_type": "an object",
-    "literal_error": "{expected}",
-    "too_long": "of at most {max_length} members",
-    "missing": "given",
-    "extra_forbidden": "left out: there is no such field",
+    "literal_error": "{expected}", "too_long": "of at most {max_length} members",
+    "missing": "given", "extra_forbidden": "left out: there is no such field",
     "value_error": "{error}",
-}
+}  # fmt: skip
 """What a value must be, by pydantic's type of the error."""
 request_id = ContextVar("request_id", default="")  # of this task
 
@@ -100,7 +88,7 @@ class Refusal(NamedTuple):
 
     @property
     def anthropic(self) -> dict[str, Any]:
-        kind = _ANTHROPIC.get(self.status, "api_error")
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def response(self, scope: Scope | None = None) -> Response:

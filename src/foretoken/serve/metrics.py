@@ -134,25 +134,27 @@ class EngineCollector(Collector):
     def __init__(self, engine: AsyncEngine, counts: Counts, model: str) -> None:
         self._engine, self._counts, self._model = engine, counts, model
         pool, config = engine.engine.scheduler.pool, engine.config
-        self._cache = {
-            "block_size": pool.block_size,
-            "num_gpu_blocks": pool.num_blocks,  # vLLM's name, also on a CPU
+        self._cache = {  # names of vLLM, also on a CPU
+            "block_size": pool.block_size, "num_gpu_blocks": pool.num_blocks,
             "enable_prefix_caching": config.enable_prefix_caching,
-            "gpu_memory_utilization": config.memory_fraction,
-            "cache_dtype": "auto",
-        }
+            "gpu_memory_utilization": config.memory_fraction, "cache_dtype": "auto",
+        }  # fmt: skip
 
     def collect(self) -> Iterator[Metric]:
         status, counts = self._engine.status, self._counts
         yield self._gauge("num_requests_running", "Samples that compute.", status.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait.", status.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Blocks held, 0..1.", status.kv_cache_usage)
+        drafts = self._engine.metrics
         totals = {
             "prompt_tokens": ("Tokens of prompts.", counts.prompt_tokens),
             "generation_tokens": ("Tokens generated.", counts.generation_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up.", counts.prompt_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the cache.", counts.cached_tokens),
             "num_preemptions": ("Samples computed again.", counts.preemptions),
+            "spec_decode_num_drafts": ("Verifications with drafts.", drafts.num_drafts),
+            "spec_decode_num_draft_tokens": ("Tokens drafted.", drafts.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Drafts accepted.", drafts.num_accepted_tokens),
         }
         for name, (text, value) in totals.items():
             yield self._counter(f"vllm:{name}", text, {"": value})
@@ -172,13 +174,6 @@ class EngineCollector(Collector):
 
     def _speculation(self) -> Iterator[Metric]:
         metrics = self._engine.metrics
-        drafts = {
-            "num_drafts": ("Verifications with drafts.", metrics.num_drafts),
-            "num_draft_tokens": ("Tokens drafted.", metrics.num_draft_tokens),
-            "num_accepted_tokens": ("Drafted tokens accepted.", metrics.num_accepted_tokens),
-        }
-        for name, (text, value) in drafts.items():
-            yield self._counter(f"vllm:spec_decode_{name}", text, {"": value})
         per_position = {
             "vllm:spec_decode_num_accepted_tokens_per_pos": metrics.accepted_per_position,
             "foretoken:spec_decode_num_draft_tokens_per_pos": metrics.drafted_per_position,

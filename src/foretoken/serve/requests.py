@@ -107,19 +107,14 @@ class GenerationRequest:
     """One request over HTTP, in the same form for all APIs.
 
     Attributes:
-        params: the parameters of every prompt.
         prompts: prompts to complete; () in a chat.
         messages: a conversation to answer; None if there are prompts.
-        template: options of the chat template.
-        echo: whether the answer has the prompt before its completion.
         num_top: how many of the likeliest tokens the answer shows for each position; None: it shows
             no log-probabilities.
         num_drafts: K of the request, or the maximum of K if it is `auto`.
         include_usage, continuous_usage: whether the stream's end, or each chunk, has the usage.
         split_tokens: whether a chunk of the stream has only one token.
         parsing: how to find reasoning and calls in the answer; None: all text is content.
-        include_reasoning: whether the answer shows the model's reasoning.
-        return_token_ids: whether the answer shows token ids of the prompt and of the output.
         tokens_as_ids: whether log-probabilities show a token as `token_id:` and its number.
         add_special_tokens: whether special tokens are put before a prompt's text; None: yes.
         name: the client's name for the request; None: the answer gets a random name.

@@ -85,19 +85,12 @@ def _make_config(app: ASGIApp, life: Lifetime, lifespan: Literal["on", "off"]) -
     return uvicorn.Config(
         app,
         http=partial(Connection, options),  # type: ignore[arg-type]
-        log_level="warning",
-        log_config=None,
-        access_log=False,  # `logs.py` logs requests
-        ws="none",
-        lifespan=lifespan,
-        server_header=False,
-        proxy_headers=False,
-        ssl_keyfile=options.ssl_keyfile,
-        ssl_certfile=options.ssl_certfile,
-        ssl_ca_certs=options.ssl_ca_certs,
-        ssl_cert_reqs=options.ssl_cert_reqs,
+        log_level="warning", log_config=None, access_log=False,  # `logs.py` logs requests
+        ws="none", lifespan=lifespan, server_header=False, proxy_headers=False,
+        ssl_keyfile=options.ssl_keyfile, ssl_certfile=options.ssl_certfile,
+        ssl_ca_certs=options.ssl_ca_certs, ssl_cert_reqs=options.ssl_cert_reqs,
         timeout_graceful_shutdown=math.ceil(life.seconds_left()),
-    )
+    )  # fmt: skip
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:

@@ -141,13 +141,9 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        first: PromptDelta,
-        rest: AsyncGenerator[PromptDelta, None],
-        reader: EventReader,
-        writer: AnswerWriter,
-        observe: Callable[[PromptDelta], None],
-    ) -> None:
+        self, first: PromptDelta, rest: AsyncGenerator[PromptDelta, None], reader: EventReader,
+        writer: AnswerWriter, observe: Callable[[PromptDelta], None],
+    ) -> None:  # fmt: skip
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._first, self._rest = first, rest
         self._reader, self._writer, self._observe = reader, writer, observe

@@ -110,29 +110,17 @@ class ResponsesWriter(NamedEvents):
         self._stop_reason: str | int | None = None  # such as the timeout that ended the answer
         params = generation.params
         answer: dict[str, Any] = {
-            "id": generation.answer_id("resp_"),
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": {},
-            "model": model,
-            "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": params.temperature,
+            "id": generation.answer_id("resp_"), "object": "response",
+            "created_at": int(time.time()), "status": "in_progress", "background": False,
+            "error": None, "incomplete_details": None, "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens, "metadata": {}, "model": model,
+            "output": [], "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None, "store": False, "temperature": params.temperature,
             "text": _request_field(body.text) or {"format": {"type": "text"}},
             "tool_choice": _request_field(body.tool_choice) or "auto",
             "tools": [_request_field(tool) for tool in body.tools or ()],
-            "top_p": params.top_p,
-            "truncation": "disabled",
-            "usage": None,
-        }
+            "top_p": params.top_p, "truncation": "disabled", "usage": None,
+        }  # fmt: skip
         super().__init__(answer)
 
     def _start(self, usage: Usage) -> None:
@@ -261,15 +249,10 @@ class MessagesWriter(NamedEvents):
         self._is_open = False
         self._shows_reasoning = generation.include_reasoning
         answer: dict[str, Any] = {
-            "id": generation.answer_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
+            "id": generation.answer_id("msg_"), "type": "message", "role": "assistant",
+            "model": model, "content": [], "stop_reason": None, "stop_sequence": None,
             "usage": {"input_tokens": 0, "output_tokens": 0},
-        }
+        }  # fmt: skip
         super().__init__(answer)
 
     def _start(self, usage: Usage) -> None:

@@ -120,15 +120,11 @@ def _state(context: Context) -> APIRouter:
 
 
 def _card(context: Context, name: str) -> dict[str, Any]:
+    served = context.served
     return {
-        "id": name,
-        "object": "model",
-        "created": context.started,
-        "owned_by": "foretoken",
-        "root": context.served.root,
-        "parent": None,
-        "max_model_len": context.served.max_model_len,
-    }
+        "id": name, "object": "model", "created": context.started, "owned_by": "foretoken",
+        "root": served.root, "parent": None, "max_model_len": served.max_model_len,
+    }  # fmt: skip
 
 
 async def _encode(context: Context, body: TokenizeBody) -> list[int]:

@@ -27,15 +27,14 @@ def build_app(
     engine: AsyncEngine, options: ServeOptions, *,
     guarded: bool = True, life: Lifetime | None = None,
 ) -> FastAPI:  # fmt: skip
-    """OpenAI's API over an engine. When the application ends, it closes the engine.
+    """OpenAI's API over an engine; `ConfigError` if the options do not allow the engine's rule.
+
+    When the application ends, it closes the engine.
 
     Args:
         guarded: whether the application checks access and logs requests. In a fleet, the front does
             both, and the replicas do not.
         life: a lifetime for the open requests; None: a new one.
-
-    Raises:
-        ConfigError: the engine's rule is `synthetic`, and the options do not allow that.
     """
 
     @asynccontextmanager

@@ -82,11 +82,7 @@ def start_replicas(
     address: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Serve the model with replicas, by `fleet.command.start`, which has the same arguments.
-
-    Raises:
-        ConfigError: a package of the extra `ray` is missing; and all errors of that function.
-    """
+    """Call `fleet.command.start`; `ConfigError` if a package of the extra `ray` is missing."""
     if address is None:
         prepare_own_cluster()
     try:

@@ -1,11 +1,10 @@
 """A client's connection: deadlines, a bound on heads of requests, and one request at a time.
 
-A client that sends slowly, or does not read, holds its connection for at most `io_timeout`. A
-client that closes its sending half counts as disconnected, since both look the same.
-Requests are not pipelined: while one is answered, further bytes are read and dropped, so that a
-disconnect is noticed, and the connection closes after the answer (RFC 9112, 9.3.2: such clients
-retry on another connection). An `Upgrade` to another protocol is ignored, as RFC 9110, 7.8, allows:
-the parser would skip the body of such a request, and then read it as the next request.
+A client that closes its sending half counts as disconnected, since both look the same. Requests are
+not pipelined: while one is answered, further bytes are read and dropped, so that a disconnect is
+noticed, and the connection closes after the answer (RFC 9112, 9.3.2: such clients retry on another
+connection). An `Upgrade` to another protocol is ignored, as RFC 9110, 7.8, allows: the parser would
+skip the body of such a request, and then read it as the next request.
 """
 
 from __future__ import annotations

@@ -140,8 +140,7 @@ def _read_as_chat(
 ) -> GenerationRequest:
     """The request of a chat that was made from another body.
 
-    Args:
-        names: by the field's name in a chat, the name in that body, which errors use.
+    Errors use `names`: by a field's name in a chat, the name in that body.
     """
     with client_field_names(names):
         generation = read_chat(chat, served)
@@ -170,10 +169,7 @@ def _with_system(text: str | None, messages: list[dict[str, Any]]) -> list[dict[
 
 
 def _conversation(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat from an `input`: a text, or items.
-
-    Reasoning becomes part of the assistant's message or calls that follow.
-    """
+    """The messages of a chat; reasoning becomes part of the assistant's message that follows."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
@@ -245,14 +241,13 @@ T = TypeVar("T", bound=Fields)
 
 
 def read_item(kinds: Mapping[str, type[T]], place: str, item: Any, default: str | None = None) -> T:
-    """An item or block as an object of the class that its `type` names.
+    """An item or block as an object of the class that its `type`, or else `default`, names.
 
     Fields that are null are ignored, since clients send earlier answers back with nulls.
 
     Args:
         kinds: the classes by `type`.
         place: the item's name in errors.
-        default: the `type` of an item without this field; None: the field is needed.
     """
     if not isinstance(item, dict):
         raise RequestError(place, item, "an object")

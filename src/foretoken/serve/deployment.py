@@ -49,9 +49,6 @@ def build(args: dict[str, Any]) -> serve.Application:
     If the file has no key, FORETOKEN_API_KEY of the environment of the cluster's processes is the
     key. Without both, clients need no key.
 
-    Args:
-        args: the file's `args`; see `Fleet` and docs/scale.md.
-
     Raises:
         ConfigError: an option is unknown or out of bounds, or the cluster lacks resources.
     """
@@ -141,11 +138,7 @@ def engine_deployment(model: FleetModel, server: ServeOptions, needs: Needs) -> 
 
 
 def cluster_needs(fleet: Fleet) -> list[Needs]:
-    """What a replica of each model needs, in the order of `fleet.models`.
-
-    Raises:
-        ConfigError: the cluster lacks resources for all replicas, and does not grow.
-    """
+    """The needs of each model's replicas; `ConfigError` if the cluster has too little for all."""
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     needs = [compute_needs(model, has_gpus=has_gpus) for model in fleet.models]
     if not fleet.grows:

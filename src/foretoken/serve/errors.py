@@ -160,11 +160,7 @@ def _log_error(summary: str, error: BaseException) -> None:
 
 @contextmanager
 def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Have a `RequestError` that is raised within name its field as the client wrote it.
-
-    Args:
-        names: by our name of a field, the client's name.
-    """
+    """Have a `RequestError` name its field as the client wrote it; `names` is by our names."""
     try:
         yield
     except RequestError as error:
@@ -251,10 +247,8 @@ def _field_at(
 ) -> tuple[str, dict[str, Any]]:
     """The client's name of the field at a pydantic `loc`, and the fields of an object there.
 
-    The name does not have the parts of `loc` that are a union's members or a map's keys.
-
-    Args:
-        name: the name of the object of type `kind` at which `loc` begins.
+    `name` and `kind` are the name and the type of the object at which `loc` begins. Parts of `loc`
+    that are a union's members or a map's keys are no part of the client's name.
     """
     fields = dict(_fields(kind))
     for part in loc:

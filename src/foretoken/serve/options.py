@@ -68,9 +68,9 @@ class ServeOptions:
         max_body_bytes: longest body of a request.
         max_header_bytes: longest head of a request: its path and its headers.
         max_json_depth: deepest nesting of lists and objects in a body.
-        max_json_values: most commas and opening brackets in a body, including those in texts. The
-            bound exists because nothing else runs while JSON is decoded (0.05 s for 2**17 of the
-            slowest kind); None: 2**17, or two for each token of the context where that is more.
+        max_json_values: most commas and opening brackets in a body, including those in texts, since
+            nothing else runs while JSON is decoded (at most 0.05 s for 2**17). None: 2**17, or two
+            for each token of the context if that is more.
         max_prompt_chars: most characters of a prompt or conversation, so that the engine's thread
             does not encode a text that cannot fit; None: 64 for each token of the context.
         max_samples: most samples of one request: its prompts times `n`.

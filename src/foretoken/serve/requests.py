@@ -316,10 +316,9 @@ def chat_options(body: ChatBody | TokenizeBody, served: ServedModel) -> ChatOpti
 def _read_shared(
     body: GenerationFields, served: ServedModel, param_values: dict[str, Any]
 ) -> GenerationRequest:
-    """A request from the fields that completions and chats share.
+    """A request from the fields of a body that completions and chats share.
 
-    Args:
-        param_values: parameters that completions and chats read in different ways.
+    The caller has read `param_values`, the parameters in which they differ.
     """
     served.check_name(body.model)
     if body.priority and not served.options.allow_priority:
@@ -423,11 +422,7 @@ def _speculation(speculative: Speculative | None, served: ServedModel) -> dict[s
 
 
 def _read_structure(body: GenerationFields) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
-    """`structured_outputs` of a body, whichever field states it, and the client's names of fields.
-
-    Raises:
-        RequestError: the body states two structures, or no schema.
-    """
+    """The structure of the answer as `structured_outputs`, and the client's names of its fields."""
     values = {name: getattr(body, name) for name in _STRUCTURES}
     names = [name for name, value in values.items() if value is not None]
     if not names:
@@ -479,13 +474,8 @@ class ToolUse:
     def grammar(self, form: MessageFormat, structure: Any) -> str | None:
         """A Lark grammar of the answer: only calls if one is required, else calls or a text.
 
-        None if the answer needs no grammar: no call is required, and a text is free.
-
-        Args:
-            structure: `SamplingParams.structured_outputs`, for answers without calls.
-
-        Raises:
-            RequestError: `structure` is neither a JSON schema nor any JSON object.
+        `structure` is that of a text: a JSON schema or any JSON object, or else `RequestError`. If
+        it is None and no call is required, the answer needs no grammar, and the result is None.
         """
         if form.calls is None or not (self.required or (self.names and structure)):
             return None
@@ -501,11 +491,7 @@ class ToolUse:
 
 
 def read_tools(body: ChatBody, form: MessageFormat) -> ToolUse:
-    """How the answer to a body may use tools; with `tool_choice`: none the model sees no tools.
-
-    Raises:
-        RequestError: fields of tools contradict each other, or the format of calls is not known.
-    """
+    """How the answer to a body may use tools; with `tool_choice`: none the model sees no tools."""
     choice = body.tool_choice
     if not body.tools:
         for name in ("tool_choice", "parallel_tool_calls"):

@@ -14,7 +14,7 @@ from asyncio import TimerHandle
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.engine.admission import last_tokens
@@ -35,11 +35,35 @@ CUT_MESSAGES = {
 """For requests that are refused after they were accepted, by the `reason` of `cut`."""
 
 
-class OpenRequest(Protocol):
-    """A request that is being answered: a `GeneratingRequest`, or one that a front forwards."""
+class OpenRequest:
+    """A context manager that registers a request with a lifetime while it is answered.
+
+    Raises, when the context is entered:
+        UnavailableError: the server takes no more requests.
+    """
+
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
+        self._task: asyncio.Task[Any] | None = None
+
+    def __enter__(self) -> Self:
+        if self._lifetime.is_draining:
+            raise UnavailableError(ENDING_MESSAGE)
+        self._task = asyncio.current_task()
+        self._lifetime.open_requests.add(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        self._lifetime.open_requests.discard(self)
 
     def cut(self, reason: str, *, refuses: bool = True) -> None:
-        """End the request early; see `GeneratingRequest.cut`."""
+        """End the request early, with the tokens that were generated.
+
+        Args:
+            reason: `queue`, `timeout` or `shutdown`.
+            refuses: whether to cancel the request's task if there is no token yet.
+        """
+        raise NotImplementedError
 
 
 class Lifetime:
@@ -48,9 +72,6 @@ class Lifetime:
     Args:
         failed: returns the error that made serving impossible, or None.
         grace: seconds for a client to receive and read an answer that was cut off.
-
-    Attributes:
-        num_cut: the number of requests that the server's end cut off.
     """
 
     def __init__(
@@ -60,7 +81,7 @@ class Lifetime:
         self.options, self.failed, self._grace = options, failed, grace
         self.open_requests: set[OpenRequest] = set()
         self._end: float | None = None  # the time when open requests are cut off
-        self.num_cut = 0
+        self.num_cut = 0  # requests that the server's end cut off
 
     @property
     def is_draining(self) -> bool:
@@ -87,7 +108,7 @@ class Lifetime:
         return not self.open_requests or seconds_late >= self._grace
 
     def cut_open_requests(self, *, refuses: bool = True) -> None:
-        """Cut all open requests off, since the server ends; see `GeneratingRequest.cut`."""
+        """Cut all open requests off, since the server ends; see `OpenRequest.cut`."""
         self.num_cut = max(self.num_cut, len(self.open_requests))
         for request in [*self.open_requests]:
             request.cut("shutdown", refuses=refuses)
@@ -97,8 +118,8 @@ class Lifetime:
         return asyncio.get_running_loop().call_later(seconds, call, *args)
 
 
-class GeneratingRequest:
-    """A context manager for one request over HTTP while the engine generates its answer.
+class GeneratingRequest(OpenRequest):
+    """A request whose answer the engine generates, with timers for its deadlines.
 
     `cut` aborts the request in the engine; the last delta then has the tokens that were generated.
     A timeout before the first token refuses the request, even while the engine is busy with a step:
@@ -108,34 +129,28 @@ class GeneratingRequest:
 
     Args:
         name: prefix of the names of the engine's requests; a number follows.
-
-    Raises, when the context is entered:
-        UnavailableError: the server takes no more requests.
     """
 
     def __init__(self, lifetime: Lifetime, engine: AsyncEngine, name: str) -> None:
-        self._lifetime, self._engine, self._name = lifetime, engine, name
+        super().__init__(lifetime)
+        self._engine, self._name = engine, name
         self._reason, self._has_begun, self._is_refused, self._num_requests = "", False, False, 0
-        self._task: asyncio.Task[Any] | None = None
         self._timers: list[TimerHandle] = []
         self._aborts: set[asyncio.Task[bool]] = set()
 
     def __enter__(self) -> Self:
-        if self._lifetime.is_draining:
-            raise UnavailableError(ENDING_MESSAGE)
-        self._task = asyncio.current_task()
+        super().__enter__()
         options, call_later = self._lifetime.options, self._lifetime.call_later
         self._timers = [
             call_later(options.queue_timeout, self.cut, "queue"),
             call_later(options.request_timeout, self.cut, "timeout"),
         ]
-        self._lifetime.open_requests.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         for timer in self._timers:
             timer.cancel()
-        self._lifetime.open_requests.discard(self)
+        super().__exit__(kind, *details)
         if self._is_refused and self._task and kind is asyncio.CancelledError:
             self._task.uncancel()
             raise UnavailableError(CUT_MESSAGES[self._reason])
@@ -145,12 +160,6 @@ class GeneratingRequest:
         return f"{self._name}-{self._num_requests}"
 
     def cut(self, reason: str, *, refuses: bool = True) -> None:
-        """End the request early, with the tokens that were generated.
-
-        Args:
-            reason: `queue`, `timeout` or `shutdown`.
-            refuses: whether to cancel the request's task if there is no token yet.
-        """
         if refuses and not (self._has_begun or self._is_refused) and self._task:
             self._is_refused = self._task.cancel()
         self._reason = self._reason or reason
@@ -184,9 +193,11 @@ class PromptDelta(NamedTuple):
 
 
 async def run(
-    engine: AsyncEngine, generation: GenerationRequest, request: GeneratingRequest,
+    engine: AsyncEngine,
+    generation: GenerationRequest,
+    request: GeneratingRequest,
     max_logprobs: int,
-) -> AsyncGenerator[PromptDelta, None]:  # fmt: skip
+) -> AsyncGenerator[PromptDelta, None]:
     """Have the engine generate; yields the deltas of all prompts, those of one prompt in order.
 
     Closing the generator ends the engine's requests, if `request` has not ended them earlier.
@@ -254,15 +265,10 @@ async def _prepare_prompt(
 def _bound_logprobs(
     engine: AsyncEngine, generation: GenerationRequest, sizes: Sequence[int], limit: int
 ) -> list[SamplingParams]:
-    """The parameters of each prompt, for an answer of at most `limit` log-probabilities.
+    """The parameters of each prompt; `RequestError` for more than `limit` log-probabilities.
 
-    If the request has no `max_tokens`, it becomes as large as `limit` allows.
-
-    Args:
-        sizes: the number of tokens of each prompt.
-
-    Raises:
-        RequestError: the answer would have more than `limit` log-probabilities.
+    If the request has no `max_tokens`, it becomes as large as `limit` allows. `sizes` are the
+    numbers of tokens of the prompts.
     """
     params, limits = generation.params, engine.engine.limits
     per_prompt_token = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1

@@ -36,11 +36,7 @@ _IDLE_THRESHOLD, _BUSY_THRESHOLD = 10, 10_000
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """A socket at the options' address, to which clients cannot connect yet.
-
-    Raises:
-        ConfigError: this machine has no such address, or another program listens there.
-    """
+    """A socket that does not listen yet; `ConfigError` if its address is wrong or not free."""
     new_socket = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     try:
         new_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -99,14 +95,7 @@ def make_server(app: FastAPI) -> uvicorn.Server:
 
 
 class Process(uvicorn.Server):
-    """A server that has the process to itself, and ends at a signal or when the engine fails.
-
-    Args:
-        is_front: whether the application is a fleet's front.
-
-    Attributes:
-        failure: the error that ended the server; None: it ended by a signal, or runs.
-    """
+    """A server that has the process to itself, and ends at a signal or by an engine's failure."""
 
     def __init__(
         self, app: ASGIApp, life: Lifetime, say: Callable[[str], None], *, is_front: bool = False

@@ -34,12 +34,7 @@ class Event(NamedTuple):
 
 
 class Usage:
-    """Counts of one request over HTTP. Cached tokens are known only at the end.
-
-    Attributes:
-        metrics: the metrics of each prompt that has ended.
-        num_reasoning: tokens of reasoning, which are also counted as output.
-    """
+    """Counts of one request over HTTP. Cached tokens are known only when a prompt has ended."""
 
     def __init__(self, generation: GenerationRequest) -> None:
         self._generation = generation

@@ -23,17 +23,14 @@ from foretoken.serve.sse import Choices, LazyList, pieces
 
 
 class NamedEvents:
-    """Writes an answer by events that each add to it, so that a stream equals the whole answer.
-
-    A subclass starts the answer (`_start`), adds parts (`_add_part`), notes why the model stopped
-    (`_note_stop`), and finishes the answer (`_finish`).
-    """
+    """Writes an answer by events that each add to it, so that a stream equals the whole answer."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self._answer, self._has_begun = answer, False
         self._unsent_events: list[dict[str, Any]] = []
         self._trace: list[TokenTrace] | None = None
         self._is_cut = False  # the answer ended within a call
+        self._last_sample: CompletionDelta | None = None  # with the reason why the model stopped
 
     def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
         for event in choices[0]:
@@ -59,15 +56,12 @@ class NamedEvents:
         for part in event.parts:
             self._add_part(part)
         if event.sample.finish_reason is not None:
-            self._note_stop(event.sample)
+            self._last_sample = event.sample
 
     def _start(self, usage: Usage) -> None:
         raise NotImplementedError
 
     def _add_part(self, part: Part) -> None:
-        raise NotImplementedError
-
-    def _note_stop(self, sample: CompletionDelta) -> None:
         raise NotImplementedError
 
     def _finish(self, usage: Usage) -> None:
@@ -106,8 +100,6 @@ class ResponsesWriter(NamedEvents):
     def __init__(self, generation: GenerationRequest, body: ResponsesBody, model: str) -> None:
         self._num_events = 0
         self._item: dict[str, Any] = {}  # the item that is being written; {}: there is none
-        self._finish_reason: str | None = None
-        self._stop_reason: str | int | None = None  # such as the timeout that ended the answer
         params = generation.params
         answer: dict[str, Any] = {
             "id": generation.answer_id("resp_"), "object": "response",
@@ -137,12 +129,10 @@ class ResponsesWriter(NamedEvents):
         yield from self._send_events()
         yield from error_event(refused, self._num_events)
 
-    def _note_stop(self, sample: CompletionDelta) -> None:
-        self._finish_reason, self._stop_reason = sample.finish_reason, sample.stop_reason
-
     def _finish(self, usage: Usage) -> None:
-        is_complete = self._finish_reason == "stop" and not self._is_cut
-        status = "completed" if is_complete else "incomplete"
+        reason = self._last_sample and self._last_sample.finish_reason
+        stop_reason = self._last_sample and self._last_sample.stop_reason
+        status = "completed" if reason == "stop" and not self._is_cut else "incomplete"
         self._close(status)
         counts = usage.body()
         self._answer |= {
@@ -156,9 +146,8 @@ class ResponsesWriter(NamedEvents):
             },
         }
         if status == "incomplete":
-            reason = self._finish_reason
             reason = "max_output_tokens" if reason == "length" else reason
-            cut_by = {} if self._stop_reason is None else {"cut_by": self._stop_reason}
+            cut_by = {} if stop_reason is None else {"cut_by": stop_reason}
             self._answer["incomplete_details"] = {"reason": reason, **cut_by}
 
     def _add_part(self, part: Part) -> None:
@@ -271,7 +260,11 @@ class MessagesWriter(NamedEvents):
     def failure(self, refused: Refusal) -> Iterator[bytes]:
         return named_event("error", refused.anthropic)
 
-    def _note_stop(self, sample: CompletionDelta) -> None:
+    def _finish(self, usage: Usage) -> None:
+        self._close()
+        self._answer["usage"] = _usage(usage)
+        if (sample := self._last_sample) is None:
+            return
         reason = str(sample.finish_reason)
         is_stop_text = isinstance(sample.stop_reason, str) and reason == "stop"
         has_calls = any(block["type"] == "tool_use" for block in self._blocks)
@@ -319,10 +312,6 @@ class MessagesWriter(NamedEvents):
         if self._is_open:
             self._emit("content_block_stop", index=len(self._blocks) - 1)
             self._is_open = False
-
-    def _finish(self, usage: Usage) -> None:
-        self._close()
-        self._answer["usage"] = _usage(usage)
 
 
 def _parsed_arguments(call: ToolCall) -> dict[str, Any]:

@@ -148,11 +148,7 @@ def _unreachable(address: str | None, error: Exception) -> ConfigError:
 
 @contextmanager
 def _deploy(target: ray_serve.Application, watch: Watch, *, ends_cluster: bool) -> Iterator[Any]:
-    """Deploy the engines; yields a handle to call them when they are up.
-
-    Args:
-        ends_cluster: whether the cluster ends with this process. If not, the engines are deleted.
-    """
+    """Deploy the engines and yield a handle; at the end delete them, unless `ends_cluster`."""
     ray_serve.start(proxy_location="Disabled")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if not ends_cluster and not ray_serve.status().proxies:
@@ -173,8 +169,6 @@ class Watch:
     """Watches the replicas and tells the user of changes.
 
     Attributes:
-        application: the name of Ray Serve's application.
-        num_up: the number of replicas that are up.
         failure: the error that made serving impossible, or None.
         is_over: set by the caller to end `follow`.
     """
@@ -189,8 +183,7 @@ class Watch:
     def wait_until_up(self) -> None:
         """Wait until all replicas are up, or until some are and no more came up for `_NOTICE_S`.
 
-        Raises:
-            FleetError: the replicas failed to start `MAX_STARTS` times, or the cluster is lost.
+        Raises `FleetError` if replicas failed to start `MAX_STARTS` times, or the cluster is lost.
         """
         while self.failure is None:
             status = self._poll()

@@ -76,13 +76,7 @@ class ReplicaOptions:
 
 @dataclass(frozen=True, slots=True)
 class FleetModel:
-    """One model of a fleet.
-
-    Attributes:
-        engine: options of the model's engines.
-        names: names by which requests may call the model.
-        scale: the number of its replicas, and what each needs.
-    """
+    """One model of a fleet; `names` are the model's names in requests."""
 
     engine: EngineConfig
     names: tuple[str, ...]
@@ -122,11 +116,7 @@ class Fleet:
 
     @classmethod
     def parse(cls, args: Any) -> Fleet:
-        """A fleet from the `args` of an application in a file for `serve deploy`.
-
-        Raises:
-            ConfigError: a field is unknown or out of bounds; it names the field.
-        """
+        """A fleet from the `args` in a file for `serve deploy`, or else `ConfigError`."""
         options = _checked_map("args", args)
         check_known_keys("args", options, ("models", "server", "grows"))
         items = options.get("models")
@@ -142,11 +132,7 @@ class Fleet:
 
     @classmethod
     def read(cls, path: Path) -> Fleet:
-        """The fleet of Foretoken's application in a YAML file for `serve deploy`.
-
-        Raises:
-            ConfigError: there is no such file, or it has no such application, or several.
-        """
+        """The fleet of the file's only Foretoken application; `ConfigError` if there is not one."""
         import yaml  # type: ignore[import-untyped]
 
         try:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -34,7 +34,7 @@ from foretoken.serve.errors import (
 from foretoken.serve.fleet.call import Call, Done, Head, Routing, Started, read_routing
 from foretoken.serve.fleet.config import Fleet
 from foretoken.serve.limits import METHODS_WITHOUT_BODY, BodyLimits
-from foretoken.serve.running import CUT_MESSAGES, ENDING_MESSAGE, Lifetime
+from foretoken.serve.running import CUT_MESSAGES, Lifetime, OpenRequest
 from foretoken.serve.sse import DONE, dumps, in_thread_if_long, while_connected
 
 START_SECONDS = 8.0
@@ -95,10 +95,8 @@ class Front:
     def replicas_of(self, name: str | None) -> Replicas:
         """The replicas of the model with this name; None: of the first model.
 
-        A single model gets every request; its replicas refuse unknown names.
-
-        Raises:
-            UnknownModelError: there are several models, and none has this name.
+        A single model gets every request, since its replicas refuse unknown names. If there are
+        several models, an unknown name raises `UnknownModelError`.
         """
         replicas = self._by_name.get(name or "")
         if replicas is None and name is not None and len(self.models) > 1:
@@ -155,32 +153,12 @@ class _Endpoint:
         await self._call(scope, receive, send)
 
 
-class ForwardedRequest:
-    """A context manager that registers a request with `Lifetime` while a replica answers it.
+class ForwardedRequest(OpenRequest):
+    """A request that a replica answers, and ends early by itself."""
 
-    Attributes:
-        is_cut: whether `cut` has cancelled the request's task.
-
-    Raises, when the context is entered:
-        UnavailableError: this front takes no more requests.
-    """
-
-    def __init__(self, life: Lifetime) -> None:
-        self._life, self.is_cut = life, False
-        self._task: asyncio.Task[Any] | None = None
-
-    def __enter__(self) -> Self:
-        if self._life.is_draining:
-            raise UnavailableError(ENDING_MESSAGE)
-        self._task = asyncio.current_task()
-        self._life.open_requests.add(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        self._life.open_requests.discard(self)
+    is_cut = False  # whether `cut` has cancelled the request's task
 
     def cut(self, reason: str, *, refuses: bool = True) -> None:
-        """Cancel the request's task if `refuses`; else the replica itself ends the answer."""
         if refuses and not self.is_cut and self._task:
             self.is_cut = self._task.cancel()
 
@@ -341,32 +319,27 @@ ModelMetrics = list[tuple[str, list[tuple[str, list[Metric]]]]]
 
 
 class FleetCollector(Collector):
-    """The metric families of all replicas, the number of replicas, and failures of replicas."""
+    """The metric families of all replicas, joined by name, and the counts of the front."""
 
     def __init__(self, per_model: ModelMetrics, num_died: int) -> None:
         self._per_model, self._num_died = per_model, num_died
 
     def collect(self) -> Iterator[Metric]:
-        yield from with_replica_label(each for _, replicas in self._per_model for each in replicas)
+        by_name = dict[str, Metric]()
+        for replica, families in (each for _, replicas in self._per_model for each in replicas):
+            for family in families:
+                joined = Metric(family.name, family.documentation, family.type, family.unit)
+                by_name.setdefault(family.name, joined).samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica})
+                    for sample in family.samples
+                ]
+        yield from by_name.values()
         up = GaugeMetricFamily("foretoken:replicas", "Replicas that are up.", labels=["model_name"])
         for name, replicas in self._per_model:
             up.add_metric([name], len(replicas))
         yield up
         died_text = "Answers that ended because their replica died, as this front saw it."
         yield CounterMetricFamily("foretoken:replica_failures", died_text, value=self._num_died)
-
-
-def with_replica_label(replicas: Iterable[tuple[str, Sequence[Metric]]]) -> Iterator[Metric]:
-    """The families of several replicas, joined by name; a label tells each sample's replica."""
-    by_name = dict[str, Metric]()
-    for replica, families in replicas:
-        for family in families:
-            joined = Metric(family.name, family.documentation, family.type, family.unit)
-            by_name.setdefault(family.name, joined).samples += [
-                sample._replace(labels={**sample.labels, "replica": replica})
-                for sample in family.samples
-            ]
-    yield from by_name.values()
 
 
 async def _model_cards(replicas: Replicas, request: Request) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,7 @@ class Needs:
 
 
 def compute_needs(model: FleetModel, *, has_gpus: bool) -> Needs:
-    """What a replica of this model needs.
-
-    Args:
-        has_gpus: whether the cluster has GPUs, which `device: auto` then uses.
+    """What a replica of this model needs, on a GPU if `device` is `auto` and there `has_gpus`.
 
     Raises:
         ConfigError: `device` names one GPU of several, or `replica_gpus` contradicts `device`.
@@ -90,10 +87,9 @@ def compute_needs(model: FleetModel, *, has_gpus: bool) -> Needs:
 
 
 def _weight_bytes(config: EngineConfig, on_gpu: bool) -> int:
-    """Bytes of the target's and the drafters' weights in the host's memory.
+    """Bytes of the target's and the drafters' weights on the host; 0 for missing files.
 
-    Files that are not downloaded yet count 0. So do weights for a GPU, which pass through a small
-    buffer.
+    Weights for a GPU count 0, since they pass through a small buffer.
     """
     if on_gpu or config.load_format != "auto":
         return 0
@@ -177,24 +173,23 @@ def _place_replica(needs: Needs, free: Sequence[dict[str, float]]) -> bool:
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:
     """The engine's options with absolute paths, for a process with another working folder."""
-    changed: dict[str, Any] = {"model": _absolute(config.model)}
-    if config.tokenizer is not None:
-        changed["tokenizer"] = _absolute(config.tokenizer)
-    speculation = config.speculative_config
-    if speculation is not None:
-        drafters = speculation.drafters
-        options = {f.name: getattr(speculation, f.name) for f in fields(speculation)}
-        paths: dict[str, Any] = _drafter_paths(options)
-        if drafters is not None:
-            paths["drafters"] = [{**drafter, **_drafter_paths(drafter)} for drafter in drafters]
+    changed: dict[str, Any] = _absolute_paths(
+        {"model": config.model, "tokenizer": config.tokenizer}
+    )
+    if (speculation := config.speculative_config) is not None:
+        paths: dict[str, Any] = _absolute_paths(
+            {"model": speculation.model, "suffix_corpus": speculation.suffix_corpus}
+        )
+        if speculation.drafters is not None:
+            paths["drafters"] = [{**each, **_absolute_paths(each)} for each in speculation.drafters]
         changed["speculative_config"] = replace(speculation, **paths)
     return replace(config, **changed)
 
 
-def _drafter_paths(drafter: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a drafter that name files, with absolute paths."""
-    names = ("model", "suffix_corpus")
-    return {name: _absolute(drafter[name]) for name in names if drafter.get(name) is not None}
+def _absolute_paths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that name files, with absolute paths."""
+    names = {"model", "tokenizer", "suffix_corpus"}
+    return {name: _absolute(options[name]) for name in names if options.get(name) is not None}
 
 
 def _absolute(name: str) -> str:

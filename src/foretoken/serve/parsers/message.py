@@ -48,12 +48,9 @@ class Reasoning(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool.
+    """A call of a tool, the `number`th of its choice; `arguments` are the JSON text of an object.
 
-    Attributes:
-        number: the index of the call among the calls of its choice.
-        arguments: the JSON text of an object.
-        is_whole: False if the answer ended within the call, so that `arguments` is incomplete.
+    If the answer ended within the call, `is_whole` is False, and `arguments` are incomplete.
     """
 
     number: int
@@ -308,8 +305,7 @@ class MessageParser:
     def _parse_calls(self, text: str, name: str | None) -> list[tuple[str, str]] | None:
         """Names and arguments of the calls in a text; None if the text is anything else.
 
-        Args:
-            name: the function's name, if the text is only the arguments.
+        If `name` is given, the text is the arguments of this function.
         """
         try:
             json.loads(text, parse_constant=_refuse_constant)
@@ -340,10 +336,7 @@ class MessageParser:
 
 
 class _JsonScanner:
-    """Finds where a call's JSON begins and ends in a growing text, reading each character once.
-
-    Args:
-        opener: the mark with which the text begins.
+    """Finds a call's JSON in a growing text that begins with a mark; reads each character once.
 
     Attributes:
         name: the function's name, if it stands before the JSON.

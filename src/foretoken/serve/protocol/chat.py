@@ -1,7 +1,4 @@
-"""The bodies of `/v1/completions`, `/v1/chat/completions`, `/tokenize` and `/detokenize`.
-
-`models/chat.py` checks messages.
-"""
+"""The bodies of `/v1/completions`, `/v1/chat/completions`, `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 

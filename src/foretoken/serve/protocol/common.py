@@ -40,10 +40,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_names(cls, value: Any) -> Any:
-        """Refuse an object with values that `foreign` does not accept, or with too many keys.
-
-        Without the limit each of many unknown keys would be an error.
-        """
+        # Without the limit each of many unknown keys would be an error.
         if not isinstance(value, dict):
             return value
         if len(value) > _MAX_KEYS:
@@ -106,10 +103,7 @@ class ResponseFormat(Fields):
 
 
 class SamplingFields(Fields):
-    """Fields of all APIs that generate; None is always the default.
-
-    A field with the name of a field of `SamplingParams` has the same meaning.
-    """
+    """Fields of all APIs that generate, with meanings as in `SamplingParams`."""
 
     foreign = GENERATION
     model: str | None = None

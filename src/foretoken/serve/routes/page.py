@@ -1,7 +1,4 @@
-"""The page at `/`, which shows token by token what speculation does, and the API's page `/docs`.
-
-Both pages load only from this server.
-"""
+"""The page at `/`, which shows what speculation does, and `/docs`; both load only from here."""
 
 from __future__ import annotations
 

@@ -165,30 +165,23 @@ class RayReplicas:
         """Have one replica answer; see `Replicas.answer`."""
         handle = self._by_grpc if len(call.body) <= MESSAGE_BYTES else self._by_store
         response = handle.remote(call)
-        is_over = False
         try:
             async for piece in response:
                 yield piece
-            is_over = True
         except RayActorError:
-            is_over = True
             raise ReplicaDiedError(_DIED) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise ReplicaDiedError(_DIED) from None  # the replica's task was cancelled, not ours
         except (BackPressureError, DeploymentUnavailableError) as error:
-            is_over = True
             raise UnavailableError(f"No replica can take the request: {error}") from None
         except Exception as error:  # raised in the replica; Ray passes it on
-            is_over = True
             _log.error("a replica failed by %s", type(error).__name__)
             _log.debug("details of the failure", exc_info=error)
             raise UnavailableError("The replica failed; its log has the error.") from None
-        finally:
-            if not is_over:
-                response.cancel()
+        except BaseException as error:
+            response.cancel()
+            task = asyncio.current_task()
+            if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
+                raise  # this generator or its task ends early
+            raise ReplicaDiedError(_DIED) from None  # the replica's task was cancelled
 
     async def call_all(self, method: str, seconds: float) -> list[Any]:
         try:

@@ -303,7 +303,7 @@ def chat_options(body: ChatBody | TokenizeBody, served: ServedModel) -> ChatOpti
         raise RequestError("messages", "a conversation", bound, remedy)
     for name in ("add_generation_prompt", "continue_final_message", "add_special_tokens"):
         if (value := getattr(body, name)) is not None:
-            options[name] = value  # type: ignore[literal-required]
+            options[name] = value
     variables = body.chat_template_kwargs
     if isinstance(body, ChatBody) and (effort := body.reasoning_effort) is not None:
         thinks = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
@@ -397,11 +397,9 @@ def _speculation(speculative: Speculative | None, served: ServedModel) -> dict[s
         return {}
     if speculative.rule not in (None, *LOSSLESS_METHODS) and not served.options.allow_synthetic:
         bound = f"one of {', '.join(LOSSLESS_METHODS)}"
-        remedy = "This server does not allow it: see --allow-synthetic."
         is_known = speculative.rule in REJECTION_SAMPLE_METHODS
-        raise RequestError(
-            "rejection_sample_method", speculative.rule, bound, remedy if is_known else ""
-        )
+        remedy = "This server does not allow it: see --allow-synthetic." if is_known else ""
+        raise RequestError("rejection_sample_method", speculative.rule, bound, remedy)
     num_drafts = speculative.num_speculative_tokens
     if speculative.enabled is False:
         if num_drafts not in (None, 0):

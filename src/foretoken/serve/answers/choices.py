@@ -1,7 +1,4 @@
-"""Answers of `/v1/completions` and `/v1/chat/completions`, which have choices.
-
-A row holds the log-probabilities of one position: entries by token id.
-"""
+"""Answers of `/v1/completions` and `/v1/chat/completions`, which have choices."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from foretoken.serve.sse import DONE, Choices, LazyList, dumps, pieces
 
 _MINUS_INFINITY = -9999.0  # OpenAI's number for it, since JSON has none
 
-Row = Mapping[int, Logprob]
+Row = Mapping[int, Logprob]  # the log-probabilities of one position, by token id
 _TRACE_FIELDS = tuple(field.name for field in fields(TokenTrace) if field.name != "dropped")
 # `asdict` copies each value: it took five times as long as all other work on a long answer.
 _trace_values = attrgetter(*_TRACE_FIELDS)
@@ -255,7 +252,7 @@ class ChatWriter(ChunkWriter):
             deltas.append({})
         choices = [self._choice_fields(index, {"delta": delta}, None, None) for delta in deltas]
         if has_news:  # the last choice also has the fields that are not deltas
-            reason = _with_call(reason, ends_with_call=self._ends_with_call[index])
+            reason = _finish_reason(reason, ends_with_call=self._ends_with_call[index])
             choices[-1] |= {"logprobs": self._logprobs([event]), "finish_reason": reason}
             choices[-1] |= _extra_fields([event], token_ids=self._shows_ids)
         return choices
@@ -280,7 +277,7 @@ class ChatWriter(ChunkWriter):
         if calls:
             message |= {"content": content or None, "tool_calls": [*map(_call, calls)]}
         ends_with_call = bool(calls) and calls[-1].is_whole
-        reason = _with_call(events[-1].sample.finish_reason, ends_with_call=ends_with_call)
+        reason = _finish_reason(events[-1].sample.finish_reason, ends_with_call=ends_with_call)
         logprobs = self._logprobs(events)
         choice = self._choice_fields(events[0].choice, {"message": message}, logprobs, reason)
         return choice | _extra_fields(events, token_ids=self._shows_ids)
@@ -330,6 +327,5 @@ def _call(part: ToolCall) -> dict[str, Any]:
     return call_fields(part.id, part.name, part.arguments)
 
 
-def _with_call(reason: str | None, *, ends_with_call: bool) -> str | None:
-    """The finish reason of a chat, where a call is a reason of its own."""
+def _finish_reason(reason: str | None, *, ends_with_call: bool) -> str | None:
     return "tool_calls" if ends_with_call and reason == "stop" else reason

@@ -130,9 +130,7 @@ class EventReader:
             for piece in split_tokens(sample) if self._generation.split_tokens else (sample,):
                 events.append(Event(index, parser.feed(piece), piece, echo, logprobs, ids))
                 echo = logprobs = ids = None
-        if self._generation.parsing is not None:
-            counts = (parser.num_reasoning for parser in self._parsers.values())
-            self.usage.num_reasoning = sum(counts)
+        self.usage.num_reasoning = sum(each.num_reasoning for each in self._parsers.values())
         return events
 
 

@@ -31,8 +31,8 @@ class ReplicaOptions:
     Attributes:
         replicas: number of engines with this model, each in its own process, at one address
             (docs/scale.md); needs the extra `ray`. None: one engine, in this process, without Ray.
-        max_replicas: the largest number of replicas: it grows from `replicas` with the number of
-            requests. None: the number of replicas is fixed.
+        max_replicas: the largest number of replicas; their number grows from `replicas` with the
+            number of requests. None: the number of replicas is fixed.
         target_requests: with `max_replicas`, the mean number of queued and running requests per
             replica at which scaling aims; None: `max_num_seqs`.
         replica_cpus: cores of a replica, also less than 1. None: the engine's `threads`; without

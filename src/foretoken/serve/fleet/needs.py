@@ -1,7 +1,4 @@
-"""The resources that a replica needs, estimated before it loads, and whether a cluster has them.
-
-The replica's log shows the memory that its engine really takes.
-"""
+"""The resources that a replica needs, estimated before it loads, and whether a cluster has them."""
 
 from __future__ import annotations
 

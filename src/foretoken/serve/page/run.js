@@ -1,4 +1,4 @@
-/** One traced run as it arrives: the text by origin, its steps, acceptance by position. */
+/** A traced run as it arrives: the text by origin, the steps, and acceptance by position. */
 
 import { bar, byId, explain, make, tokenElement } from "./detail.js";
 
@@ -81,7 +81,6 @@ export class TracedRun {
     steps.scrollLeft = steps.scrollWidth;
   }
 
-  /** Update the figures. */
   show() {
     const sum = (name) => this.byPosition.reduce((total, row) => total + row[name], 0);
     const [steps, tokens] = [this.sizes.length, this.numTokens];

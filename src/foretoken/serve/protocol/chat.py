@@ -9,6 +9,7 @@ from pydantic import Field
 from foretoken.serve.protocol.common import Fields, GenerationFields, Inert, Items, TemplateFields
 from foretoken.serve.protocol.foreign import CHAT, COMPLETION, TOKENIZE, TOOL
 
+ToolMode = Literal["none", "auto", "required"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -67,7 +68,7 @@ class ChatBody(GenerationFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Items[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: ToolMode | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None

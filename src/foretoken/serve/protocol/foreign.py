@@ -1,7 +1,4 @@
-"""Fields of public APIs that are accepted with values without effect, and refused with others.
-
-There is one table for each body, as in `foretoken/foreign.py`; null is always accepted.
-"""
+"""Fields of public APIs that are accepted with null or values without effect, and else refused."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from foretoken.serve.protocol.chat import Effort, Function
+from foretoken.serve.protocol.chat import Effort, Function, ToolMode
 from foretoken.serve.protocol.common import (
     Fields,
     Inert,
@@ -145,9 +145,7 @@ class ResponsesBody(SamplingFields, InertFields):
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: Items[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | None = (
-        None
-    )
+    tool_choice: ToolMode | ChosenFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None

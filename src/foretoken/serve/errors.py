@@ -160,7 +160,7 @@ def _log_error(summary: str, error: BaseException) -> None:
 
 @contextmanager
 def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Have a `RequestError` name its field as the client wrote it; `names` is by our names."""
+    """Have a `RequestError` name its field as the client wrote it: `names` maps our names to it."""
     try:
         yield
     except RequestError as error:

@@ -132,7 +132,7 @@ class Fleet:
 
     @classmethod
     def read(cls, path: Path) -> Fleet:
-        """The fleet of the file's only Foretoken application; `ConfigError` if there is not one."""
+        """The fleet of Foretoken's application in a YAML file, or else `ConfigError`."""
         import yaml  # type: ignore[import-untyped]
 
         try:

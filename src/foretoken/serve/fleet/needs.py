@@ -51,7 +51,7 @@ class Needs:
 
 
 def compute_needs(model: FleetModel, *, has_gpus: bool) -> Needs:
-    """What a replica of this model needs, on a GPU if `device` is `auto` and there `has_gpus`.
+    """What a replica of this model needs; `has_gpus` tells whether the cluster has GPUs for `auto`.
 
     Raises:
         ConfigError: `device` names one GPU of several, or `replica_gpus` contradicts `device`.

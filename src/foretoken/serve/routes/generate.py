@@ -140,4 +140,4 @@ async def _whole_answer(
 async def _first_delta(deltas: AsyncGenerator[PromptDelta, None]) -> PromptDelta:
     async for item in deltas:
         return item
-    raise StepError("a request ended before it began")
+    raise StepError("the engine ended a request without a delta")

@@ -27,7 +27,7 @@ _HEAD = """<!doctype html>
 <meta name="color-scheme" content="light dark"><title>Foretoken: the API</title>
 <link rel="icon" href="page/icon.svg"><link rel="stylesheet" href="page/page.css">
 <header><h1>Foretoken: the API</h1><p>For programs: <a href="openapi.json">openapi.json</a></p>
-<p>What is null alone is not implemented; what may be anything changes nothing.</p>
+<p>A field of type null is not implemented; a field of type anything has no effect.</p>
 </header><main class="docs">"""
 HEADERS = {
     "Content-Security-Policy": _POLICY,

@@ -15,7 +15,7 @@ from zipfile import ZipFile
 import pytest
 
 from foretoken.ops.backends.native import build
-from foretoken.serve.access import PAGE
+from foretoken.serve.access import PAGE_FILES
 from tests.project.source import ROOT
 
 pytestmark = pytest.mark.soak
@@ -55,7 +55,7 @@ def test_with_a_compiler_it_brings_the_kernels(tmp_path: Path) -> None:
     variants = build.VARIANTS[build.platform.machine()]
     names = sorted(build.library_path(variant).name for variant in variants)
     assert libraries == [f"foretoken/ops/backends/native/lib/{name}" for name in names]
-    page = {f"foretoken/serve/page/{name}" for name in PAGE.values()}
+    page = {f"foretoken/serve/page/{name}" for name in PAGE_FILES.values()}
     assert page <= {*wheel.namelist()}
 
 

@@ -18,7 +18,7 @@ from foretoken import AsyncEngine
 from foretoken.ops.passes import pass_begins
 from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.server import bind, leave, serve
+from foretoken.serve.server import bind, exit_now, serve
 from tests.project.source import ROOT
 from tests.serve.running import fail_later
 from tests.support.asynchronous import PATIENCE, until
@@ -94,7 +94,7 @@ def main() -> None:
     for number, late in ((TIME_IS_UP, 0), (LAST_CALL, 60)):
         signal.signal(number, lambda *_, late=late: setattr(life, "_end", time.monotonic() - late))
     serve(served, life, bind(options), ["ready"], partial(print, flush=True))
-    leave(0)
+    exit_now(0)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken import AsyncEngine
 from foretoken.errors import ConfigError
-from foretoken.serve.access import PAGE
+from foretoken.serve.access import PAGE_FILES
 from foretoken.serve.options import ServeOptions
 from tests.serve.running import PATH, Running, connect, running
 
@@ -59,7 +59,7 @@ def test_every_route_asks_for_the_name(http: httpx.Client) -> None:
         for path, methods in http.get("/openapi.json").json()["paths"].items()
         for method in methods
     ]
-    others = [("GET", path) for path in (*PAGE, "/docs", "/openapi.json", "/nowhere")]
+    others = [("GET", path) for path in (*PAGE_FILES, "/docs", "/openapi.json", "/nowhere")]
     preflights = [("OPTIONS", PATH), ("OPTIONS", "/"), ("HEAD", "/"), ("PUT", PATH)]
     assert len(documented) > 12
     for method, path in [*documented, *others, *preflights]:

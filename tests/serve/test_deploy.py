@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from foretoken import AsyncEngine, ConfigError
 from foretoken.cli.app import app as command
-from foretoken.serve.access import OPEN
+from foretoken.serve.access import KEYLESS_PATHS
 from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
 from tests.project.source import ROOT
@@ -105,7 +105,7 @@ def test_a_path_of_a_proxy_may_be_left_or_taken_off(target: Path) -> None:
 
 def test_a_path_of_a_proxy_hides_none_of_ours(target: Path) -> None:
     app = build_app(AsyncEngine(str(target)), ServeOptions())
-    for path in {*app.openapi()["paths"], *OPEN} - {"/"}:
+    for path in {*app.openapi()["paths"], *KEYLESS_PATHS} - {"/"}:
         first = "/" + path.split("/")[1]
         for root in (first, f"{first}/more"):
             with pytest.raises(ConfigError, match=f"`root_path` is '{root}': must"):

@@ -41,14 +41,14 @@ from foretoken.serve.protocol.common import (
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import Reasoning as ReasoningOptions
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import GenerationRequest, Served, read_chat, read_completion
+from foretoken.serve.requests import GenerationRequest, ServedModel, read_chat, read_completion
 from foretoken.serve.running import PromptDelta
 from tests.project.source import ROOT
 from tests.serve.running import post
 
 OPTIONS = ServeOptions(allow_priority=True, allow_synthetic=True, trust_request_chat_template=True)
 HERMES = MessageFormat(FORMATS["hermes"])
-SERVED = Served(
+SERVED = ServedModel(
     ("tiny",), "tiny", 2048, 5, SamplingParams(), ("prediction",), "draft_model", OPTIONS, HERMES
 )
 TOOLS: dict[type[Fields], list[dict[str, Any]]] = {
@@ -292,7 +292,7 @@ def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> No
         ({"prompt": ["a", ""]}, "prompt", "at least one token"),
         ({"prompt": [5000]}, "prompt", "[0, 4096)"),
         ({"store": 1, "best_of": 2}, "best_of", "left out, or 1. Ask for `n` samples"),
-        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "with `stream`"),
         *(
             ({"logit_bias": {key: 1}}, "logit_bias", "token ids in decimal")
             for key in ("a", " 5", "1_0", "+5", "05", "٣")
@@ -311,7 +311,7 @@ def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> No
         ),
         ({"logprobs": 21}, "logprobs", "[0, 20]"),
         ({"priority": -1}, "priority", "See --allow-priority."),
-        ({"priority": 1}, "priority", "0, or left out"),
+        ({"priority": 1}, "priority", "0 or left out"),
         ({"speculative": {"rule": "synthetic"}}, "speculative.rule", "does not allow"),
         ({"speculative": {"rule": "x"}}, "speculative.rule", "one of standard, block, coupled."),
         ({"prompt": ""}, "prompt", "`prompt` is ''"),
@@ -329,7 +329,11 @@ def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> No
             "speculative.drafter",
             "reads `prediction`",
         ),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "beside `guided_regex`"),
+        (
+            {"guided_regex": "a", "guided_choice": ["a"]},
+            "guided_choice",
+            "with `guided_regex`",
+        ),
         ({"suffix": "x"}, "suffix", "left out, or ''. Write the prompt"),
         ({"logprobs": -1}, "logprobs", "whole vocabulary"),
         ({"cache_salt": ""}, "cache_salt", "1 to 1024"),
@@ -419,7 +423,7 @@ def test_white_space_is_requested_next_to_a_schema(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["guided_regex", "guided_choice", "structured_outputs"])
 def test_a_structure_next_to_tools_is_refused_by_its_name(name: str) -> None:
-    with pytest.raises(RequestError, match="a JSON schema: next to `tools`") as caught:
+    with pytest.raises(RequestError, match="a JSON schema: with `tools`") as caught:
         read(ChatBody, tools=TOOLS[ChatBody], **{name: STRUCTURED[name]})
     assert caught.value.field == name
 
@@ -430,7 +434,7 @@ def test_json_next_to_tools_is_one_of_two_ways_to_answer(name: str) -> None:
     grammar = dict(asked.params.structured_outputs or {})["grammar"]  # type: ignore[arg-type]
     assert grammar.startswith('start: call ("\\n" call)* | answer')
     assert asked.parsing is not None
-    assert (asked.parsing.is_either, asked.parsing.is_forced) == (True, False)
+    assert (asked.parsing.calls_or_text, asked.parsing.only_calls) == (True, False)
 
 
 def test_what_is_asked_of_speculation_shows_in_the_answers_of_every_api(http: httpx.Client) -> None:
@@ -486,7 +490,7 @@ def test_the_first_sample_of_a_prompt_has_its_logprobs_whenever_they_come() -> N
         reader, form = EventReader(asked), CompletionWriter(asked, "m")
         events = [event for delta in deltas for event in reader.read(PromptDelta(0, delta))]
         by_choice = [[event for event in events if event.choice == i] for i in range(3)]
-        told = [form.whole(some).get("prompt_logprobs") for some in by_choice]
+        told = [form.whole_choice(some).get("prompt_logprobs") for some in by_choice]
         assert [rows and [*rows] for rows in told] == [
             [None, {"5": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}], None, None,
         ]  # fmt: skip
@@ -552,7 +556,7 @@ def test_both_names_of_one_limit() -> None:
 
 
 def test_defaults_are_the_checkpoints() -> None:
-    served = Served(
+    served = ServedModel(
         ("t",), "t", 9, 0, SamplingParams(top_k=7, max_tokens=5), (), "", ServeOptions()
     )
     asked = read_completion(CompletionBody(prompt="a", top_p=0.5), served)

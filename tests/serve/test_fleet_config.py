@@ -27,8 +27,13 @@ from foretoken.serve.fleet.config import (
     ReplicaOptions,
     fleet_model,
 )
-from foretoken.serve.fleet.needs import Needs, check_cluster, engine_threads, equal_part, needs_of
-from foretoken.serve.fleet.replica import Replica, check_version, own_seed
+from foretoken.serve.fleet.needs import (
+    Needs,
+    check_cluster,
+    compute_needs,
+    cores_per_replica,
+)
+from foretoken.serve.fleet.replica import Replica, check_version, replica_seed
 from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
 from tests.project.source import ROOT
 from tests.serve.test_front import SMALL, Local, fronted, replica
@@ -339,11 +344,11 @@ def weights(name: str, size: int = 4) -> int:
 def test_memory_is_that_of_weights_and_cache_and_process() -> None:
     tiny = weights("tiny-python")
     assert tiny > 2**20
-    needs = needs_of(model(), has_gpus=False)
+    needs = compute_needs(model(), has_gpus=False)
     assert needs == Needs(cpus=1, gpus=0, memory=tiny + 2 * GIB)
     assert needs.resources == {"CPU": 1, "memory": tiny + 2 * GIB}
-    assert needs_of(model({"kv_cache_gib": 3}), has_gpus=False).memory == tiny + 4.5 * GIB
-    half = needs_of(model({"dtype": "bfloat16"}), has_gpus=False).memory
+    assert compute_needs(model({"kv_cache_gib": 3}), has_gpus=False).memory == tiny + 4.5 * GIB
+    half = compute_needs(model({"dtype": "bfloat16"}), has_gpus=False).memory
     assert half == weights("tiny-python", 2) + 2 * GIB
 
 
@@ -352,20 +357,20 @@ def test_memory_has_room_for_every_draft_model(among: bool) -> None:
     draft: dict[str, Any] = {"method": "draft_model", "model": "tiny-python-draft"}
     if among:
         draft = {"drafters": [draft, {"method": "prediction"}], "method": "draft_model"}
-    needs = needs_of(model({"speculative_config": draft}), has_gpus=False)
+    needs = compute_needs(model({"speculative_config": draft}), has_gpus=False)
     both = weights("tiny-python") + weights("tiny-python-draft")
     assert needs.memory == both + 2 * GIB
 
 
 def test_what_is_stated_is_what_is_needed() -> None:
     stated = model({"threads": 3}, replica_memory_gib=0.75, replica_cpus=0.5)
-    assert needs_of(stated, has_gpus=False) == Needs(0.5, 0, int(0.75 * GIB))
-    assert needs_of(model({"threads": 3}), has_gpus=False).cpus == 3
+    assert compute_needs(stated, has_gpus=False) == Needs(0.5, 0, int(0.75 * GIB))
+    assert compute_needs(model({"threads": 3}), has_gpus=False).cpus == 3
 
 
 def test_weights_that_are_not_here_yet_are_not_counted() -> None:
     for engine in ({"model": "org/absent"}, {"load_format": "dummy"}):
-        assert needs_of(model(engine), has_gpus=False).memory == 2 * GIB
+        assert compute_needs(model(engine), has_gpus=False).memory == 2 * GIB
 
 
 @pytest.mark.parametrize(
@@ -373,57 +378,56 @@ def test_weights_that_are_not_here_yet_are_not_counted() -> None:
 )
 def test_replicas_share_a_gpu_as_their_memory_does(fraction: float, part: float) -> None:
     engine = {"memory_fraction": fraction}
-    needs = needs_of(model(engine), has_gpus=True)
+    needs = compute_needs(model(engine), has_gpus=True)
     assert needs.gpus == pytest.approx(part)
     assert needs.memory == 1.5 * GIB, "weights and cache are the GPU's"
-    assert needs_of(model(engine), has_gpus=False).gpus == 0
-    assert needs_of(model({**engine, "device": "cuda"}), has_gpus=False).gpus == needs.gpus
-    assert needs_of(model({**engine, "device": "cpu"}), has_gpus=True).gpus == 0
+    assert compute_needs(model(engine), has_gpus=False).gpus == 0
+    assert compute_needs(model({**engine, "device": "cuda"}), has_gpus=False).gpus == needs.gpus
+    assert compute_needs(model({**engine, "device": "cpu"}), has_gpus=True).gpus == 0
 
 
 @pytest.mark.parametrize("fraction", [0.2, 0.25, 0.26, 0.9])
 def test_a_part_of_a_gpu_has_the_memory_that_its_engine_takes(fraction: float) -> None:
     stated = model({"memory_fraction": fraction, "device": "cuda"}, replica_gpus=0.25)
     if fraction <= 0.25:
-        assert needs_of(stated, has_gpus=True).gpus == 0.25
+        assert compute_needs(stated, has_gpus=True).gpus == 0.25
     else:
         with pytest.raises(ConfigError, match="lower `memory_fraction`"):
-            needs_of(stated, has_gpus=True)
+            compute_needs(stated, has_gpus=True)
 
 
 def test_which_of_a_machines_gpus_is_not_for_options_to_say() -> None:
-    with pytest.raises(ConfigError, match="Ray gives each replica its own"):
-        needs_of(model({"device": "cuda:1"}), has_gpus=True)
+    with pytest.raises(ConfigError, match="Ray chooses the GPU of each replica"):
+        compute_needs(model({"device": "cuda:1"}), has_gpus=True)
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 1), ("cpu", 0.5), ("cuda", 0)])
 def test_a_device_without_its_part_is_refused(device: str, gpus: float) -> None:
     for has_gpus in (False, True):
         with pytest.raises(ConfigError) as caught:
-            needs_of(model({"device": device}, replica_gpus=gpus), has_gpus=has_gpus)
+            compute_needs(model({"device": device}, replica_gpus=gpus), has_gpus=has_gpus)
         assert caught.value.field == "replica_gpus"
 
 
 def test_who_asks_for_no_gpu_gets_none() -> None:
-    needs = needs_of(model(replica_gpus=0), has_gpus=True)
+    needs = compute_needs(model(replica_gpus=0), has_gpus=True)
     assert (needs.gpus, "GPU" in needs.resources) == (0, False)
-    assert needs_of(model(replica_gpus=1), has_gpus=False).gpus == 1, "the cluster may grow"
+    assert compute_needs(model(replica_gpus=1), has_gpus=False).gpus == 1, "the cluster may grow"
 
 
 def test_needs_are_described_by_what_they_have() -> None:
     assert Needs(2, 0.5, int(1.25 * GIB)).described() == "2 CPU, 0.5 GPU, 1.2 GiB of memory"
     assert Needs(1, 0, 0).described() == "1 CPU"
-    assert [engine_threads(n) for n in (0, 0.5, 1, 3.9)] == [1, 1, 1, 3]
 
 
 def test_cores_are_shared_equally() -> None:
-    found = [equal_part(*each) for each in ((8, 1), (8, 3), (8, 8), (2, 4), (1, 3))]
+    found = [cores_per_replica(*each) for each in ((8, 1), (8, 3), (8, 8), (2, 4), (1, 3))]
     assert found == [8, 2, 1, 0.5, 0.33]
 
 
 @given(st.integers(1, 256), st.integers(1, 64))
 def test_equal_parts_fit_together(cores: int, replicas: int) -> None:
-    part = equal_part(cores, replicas)
+    part = cores_per_replica(cores, replicas)
     assert 0 < part * replicas <= cores
     assert part == floor(part) or part < 1
 
@@ -460,8 +464,8 @@ def test_what_fits_exactly_is_taken() -> None:
         (Needs(0, 0.5, 0), 3, 2, "too little GPU"),
         (Needs(0, 0, 5 * GIB), 3, 1, "too little memory"),
         (Needs(2, 0.5, 0), 4, 2, "too little CPU and GPU"),
-        (Needs(5, 0, 0), 1, 0, "no machine with so much left"),
-        (Needs(3, 0, 0), 2, 1, "no machine with so much left"),
+        (Needs(5, 0, 0), 1, 0, "no machine has so much left"),
+        (Needs(3, 0, 0), 2, 1, "no machine has so much left"),
         (Needs(1, 0, 7 * GIB), 2, 1, "too little memory"),
     ],
 )
@@ -477,7 +481,7 @@ def test_models_share_what_is_left() -> None:
     each = Needs(2, 0, 0)
     check_cluster({"a": (1, each), "b": (1, each)}, [machine(4)])
     error = too_much({"a": (1, each), "b": (2, each)}, machine(4))
-    assert error.bound.startswith("at most 1 beside the other 1: ")
+    assert error.bound.startswith("at most 1, with 2 models in all: ")
     assert "A replica of b" in error.remedy
     error = too_much({"a": (3, each), "b": (1, each)}, machine(4))
     assert "A replica of a" in error.remedy
@@ -525,10 +529,12 @@ def test_one_model_fits_where_its_replicas_fit_machine_by_machine(
 
 
 def test_a_seed_is_a_replicas_own() -> None:
-    seeds = {own_seed(seed, name) for seed in (0, 1, 11, 2**64 - 1) for name in ("a", "b", "1/a")}
+    seeds = {
+        replica_seed(seed, name) for seed in (0, 1, 11, 2**64 - 1) for name in ("a", "b", "1/a")
+    }
     assert len(seeds) == 12
     assert all(0 <= seed < 2**64 for seed in seeds)
-    assert own_seed(7, "a") == own_seed(7, "a")
+    assert replica_seed(7, "a") == replica_seed(7, "a")
 
 
 def test_replicas_of_one_seed_draw_apart(target: Path) -> None:

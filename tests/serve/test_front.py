@@ -29,9 +29,9 @@ from foretoken import __version__
 from foretoken.config import EngineConfig
 from foretoken.errors import StepError
 from foretoken.serve.errors import UnavailableError
-from foretoken.serve.fleet.call import Call, Done, Head, Taken
+from foretoken.serve.fleet.call import Call, Done, Head, Started
 from foretoken.serve.fleet.config import Fleet, ReplicaOptions, fleet_model
-from foretoken.serve.fleet.front import TAKEN_SECONDS, Front, ReplicaDiedError
+from foretoken.serve.fleet.front import START_SECONDS, Front, ReplicaDiedError
 from foretoken.serve.fleet.replica import Replica, State
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import Lifetime
@@ -55,7 +55,7 @@ SMALL = ServeOptions(served_model_name=("small",), chat_template=TEMPLATE)
 DIED = ReplicaDiedError("The replica that answered has died.")
 STREAM = Head(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
 JSON = Head(200, [(b"content-type", b"application/json"), (b"content-length", b"90")])
-TAKEN = Taken("fake-1")
+TAKEN = Started("fake-1")
 HANG = object()
 Pair = tuple[Replica, Replica]
 
@@ -83,12 +83,12 @@ class Local:
                 if left <= 0:
                     raise DIED
 
-    async def ask(self, what: str, seconds: float) -> list[Any]:
-        return [await getattr(replica, what)() for replica in self.replicas]
+    async def call_all(self, method: str, seconds: float) -> list[Any]:
+        return [await getattr(replica, method)() for replica in self.replicas]
 
 
 class Scripted:
-    """Yields pieces, raises errors, or hangs; `said` has the results of `ask` by method."""
+    """Yields pieces, raises errors, or hangs; `said` has the results of `call_all` by method."""
 
     def __init__(self, *script: Any, names: Sequence[str] = ("fake",), **said: list[Any]) -> None:
         self.names, self.script, self.said = names, script, said
@@ -107,8 +107,8 @@ class Scripted:
         finally:
             self.num_closed += 1
 
-    async def ask(self, what: str, seconds: float) -> list[Any]:
-        return self.said.get(what, [])
+    async def call_all(self, method: str, seconds: float) -> list[Any]:
+        return self.said.get(method, [])
 
 
 class Fronted(NamedTuple):
@@ -122,14 +122,14 @@ class Fronted(NamedTuple):
 def fronted(
     *models: Any,
     options: ServeOptions = SMALL,
-    taken_seconds: float = TAKEN_SECONDS,
+    start_seconds: float = START_SECONDS,
     grace: float = 5.0,
 ) -> Iterator[Fronted]:
     """A front on a real socket; it has ended afterwards, and its replicas have not."""
     one = {"model": "tiny-python"}
     each = tuple(fleet_model(one, model.names, ReplicaOptions(replicas=1)) for model in models)
     life = Lifetime(options, lambda: None, grace)
-    front = Front(Fleet(each, options), models, life, taken_seconds)
+    front = Front(Fleet(each, options), models, life, start_seconds)
     process = Process(front.app, life, lambda line: None, is_front=True)
     with bind(ServeOptions(port=0)) as bound:
         thread = threading.Thread(target=process.run, kwargs={"sockets": [bound]})
@@ -150,7 +150,7 @@ def replica(model: Path | str, name: str, options: ServeOptions, **engine: Any) 
     config = EngineConfig.parse(model=str(model), threads=1, max_num_batched_tokens=64, **engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("foretoken.serve.fleet.replica.collect_when_idle", lambda: None)
-        patch.setattr("foretoken.serve.fleet.replica.set_up", lambda level: None)
+        patch.setattr("foretoken.serve.fleet.replica.configure_logging", lambda level: None)
         made = Replica(config, options, __version__, name=name)
     try:
         yield made
@@ -407,7 +407,7 @@ def test_a_client_that_leaves_ends_its_request(pair: Pair, when: str) -> None:
                 gate.open(2)
                 assert leaving.recv(10)
         until(lambda: engine.status.num_open == 0)
-        until(lambda: not (found.front.life.flights or pair[0]._life.flights))
+        until(lambda: not (found.front.life.open_requests or pair[0]._life.open_requests))
         gate.close()
         assert found.http.post(COMPLETIONS, json=LONG).status_code == 200
 
@@ -415,11 +415,11 @@ def test_a_client_that_leaves_ends_its_request(pair: Pair, when: str) -> None:
 @pytest.mark.parametrize("script", [[HANG], [TAKEN, HANG], [TAKEN, STREAM, b"data: 1\n\n", HANG]])
 def test_a_client_that_leaves_closes_the_answer(script: list[Any]) -> None:
     fake = Scripted(*script)
-    with fronted(fake, taken_seconds=PATIENCE) as found:
+    with fronted(fake, start_seconds=PATIENCE) as found:
         with closing(connect(Running(found.url, Any))) as leaving:
             leaving.sendall(request(LONG))
             until(lambda: fake.calls)
-        until(lambda: fake.num_closed == 1 and not found.front.life.flights)
+        until(lambda: fake.num_closed == 1 and not found.front.life.open_requests)
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_clients_raise_what_a_stream_ends_by(pair: Pair) -> None:
 
 def test_what_no_replica_takes_is_refused_in_time() -> None:
     fake = Scripted(HANG)
-    with fronted(fake, taken_seconds=0.05) as found:
+    with fronted(fake, start_seconds=0.05) as found:
         answer = found.http.post(CHAT, json={**BODIES[CHAT], "stream": True})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "No replica took the request within 0.05 s" in answer.json()["error"]["message"]
@@ -585,6 +585,6 @@ def test_what_a_replica_does_not_let_go_of_is_ended(begun: list[Any]) -> None:
         assert answer.status_code == (200 if begun else 503)
         read = events(answer.text) if begun else [{"n": 1}, answer.json(), "[DONE]"]
         assert (read[0], read[2]) == ({"n": 1}, "[DONE]")
-        assert "did not let go" in read[1]["error"]["message"]
+        assert "did not end this request" in read[1]["error"]["message"]
         found.thread.join(PATIENCE)
         assert (found.front.life.num_cut, fake.num_closed) == (1, 1)

@@ -51,8 +51,8 @@ def client(small: Running) -> Iterator[httpx.Client]:
         ({"prompt": "a" * 300, "max_tokens": 1}, 400, "context"),  # of 256 tokens: not our limit
         ({"prompt": "a" * 301}, 400, "at most 300, for a context"),
         ({"prompt": [5] * 301}, 400, "at most 300, for a context"),
-        ({"prompt": ["a"] * 5}, 400, "at most 4: every prompt"),
-        ({"prompt": ["a", "b", "c"], "n": 2}, 400, "at most 4: every prompt"),
+        ({"prompt": ["a"] * 5}, 400, "at most 4: `n` for every prompt"),
+        ({"prompt": ["a", "b", "c"], "n": 2}, 400, "at most 4: `n` for every prompt"),
         ({"prompt": "a", "stop": ["x"] * 65}, 400, "at most 64"),
         ({"prompt": "a", "metadata": [[[[1]]]]}, 200, ""),
         ({"prompt": "a", "metadata": [[[[[1]]]]]}, 400, "more than 5 deep"),

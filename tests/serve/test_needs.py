@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretoken.models.locate import PACKAGED, resolve_checkpoint
-from foretoken.serve.fleet.needs import needs_of
+from foretoken.serve.fleet.needs import compute_needs
 from tests.models.compressed_models import Scheme
 from tests.models.compressed_models import Written as WrittenCompressed
 from tests.models.gguf_models import Written
@@ -20,7 +20,7 @@ REST = 2 * GIB
 
 
 def memory(path: Path, **engine: Any) -> int:
-    return needs_of(model({"model": str(path), **engine}), has_gpus=False).memory
+    return compute_needs(model({"model": str(path), **engine}), has_gpus=False).memory
 
 
 @pytest.mark.parametrize("mix", ["F32", "F16", "Q8_0", "K mix"])
@@ -51,5 +51,5 @@ def test_a_draft_in_a_file_is_counted_with_its_target(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec(PACKAGED["smollm2-135m"].module) is None, reason="needs its package")
 def test_a_packaged_model_is_a_file() -> None:
     size = resolve_checkpoint("smollm2-135m").stat().st_size
-    found = needs_of(model({"model": "smollm2-135m"}), has_gpus=False).memory - REST
+    found = compute_needs(model({"model": "smollm2-135m"}), has_gpus=False).memory - REST
     assert 0.95 * size < found <= size

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from foretoken import AsyncEngine
-from foretoken.serve.access import OPEN, PAGE
+from foretoken.serve.access import KEYLESS_PATHS, PAGE_FILES
 from foretoken.serve.options import ServeOptions
 from tests.project.source import PACKAGE
 from tests.serve.running import PROMPT, Running, fail_later, post, running, until
@@ -44,8 +44,8 @@ def elements() -> list[tuple[str, dict[str, str | None], list[str]]]:
 
 
 def test_every_file_is_served_and_kept_by_its_tag(http: httpx.Client) -> None:
-    assert {*PAGE.values()} == {path.name for path in FOLDER.iterdir()}
-    for path, name in PAGE.items():
+    assert {*PAGE_FILES.values()} == {path.name for path in FOLDER.iterdir()}
+    for path, name in PAGE_FILES.items():
         answer = http.get(path)
         assert answer.content == (FOLDER / name).read_bytes()
         assert answer.headers["cache-control"] == "no-cache"
@@ -57,7 +57,7 @@ def test_every_file_is_served_and_kept_by_its_tag(http: httpx.Client) -> None:
             again = http.get(path, headers={"If-None-Match": known})
             assert (again.status_code, again.content) == (304, b"")
         assert http.get(path, headers={"If-None-Match": '"x"'}).status_code == 200
-    kinds = {http.get(path).headers["content-type"].split(";")[0] for path in PAGE}
+    kinds = {http.get(path).headers["content-type"].split(";")[0] for path in PAGE_FILES}
     assert kinds == {"text/html", "text/css", "text/javascript", "image/svg+xml"}
     for path in ("/page/../app.py", "/page/%2e%2e/app.py", "/page/", "/page/index.html"):
         assert http.get(path).status_code == 404
@@ -71,7 +71,7 @@ def test_it_is_small_and_nothing_in_it_leaves_this_server() -> None:
         assert not [name for name in attributes if name.startswith("on") or name == "style"]
         assert tag != "style"
         for name in ("src", "href"):
-            assert f"/{attributes.get(name, 'page/page.js')}" in PAGE
+            assert f"/{attributes.get(name, 'page/page.js')}" in PAGE_FILES
     for text in SCRIPTS.values():
         imported = re.findall(r'from "\./([\w.]+)"', text)
         assert {*imported} <= {*SCRIPTS}
@@ -127,7 +127,7 @@ def test_the_state_says_what_there_is_and_how_busy_it_is(
 def test_an_engine_without_drafts_a_key_and_a_failure(target: Path) -> None:
     engine = AsyncEngine(str(target))
     with running(engine, ServeOptions(api_key="secret")) as server:
-        assert {*PAGE} < OPEN
+        assert {*PAGE_FILES} < KEYLESS_PATHS
         assert httpx.get(f"{server.url}/").status_code == 200
         assert httpx.get(f"{server.url}/page/state").status_code == 401
         headers = {"Authorization": "Bearer secret"}

@@ -21,7 +21,7 @@ from foretoken.sampling.grammar import Grammars
 from foretoken.sampling.structured import as_text
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
-from foretoken.serve.parsers.message import Content, Parsing, Part, Reasoning, ToolCall, merged
+from foretoken.serve.parsers.message import Content, Parsing, Part, Reasoning, ToolCall, join_parts
 from tests.sampling.test_grammar import allowed, byte_level, next_mask
 
 NAMES = ("area", "now")
@@ -35,20 +35,22 @@ PIECES = [
 ]  # fmt: skip
 
 
-def parsing(name: str, *, reasons: bool = True, parallel: bool = True) -> Parsing:
-    form = MessageFormat(FORMATS[name], reasons, {"<|eot|>": 5, FORMATS[name].opener: 6})
-    return Parsing.for_format(form, NAMES, reasons=reasons, parallel=parallel)
+def parsing(name: str, *, has_reasoning: bool = True, parallel: bool = True) -> Parsing:
+    form = MessageFormat(FORMATS[name], has_reasoning, {"<|eot|>": 5, FORMATS[name].opener: 6})
+    return Parsing.for_format(form, NAMES, has_reasoning=has_reasoning, parallel=parallel)
 
 
 def read(how: Parsing, pieces: Sequence[str], prompt: str = "", reason: str = "stop") -> list[Part]:
     """The parts that a parser makes of pieces, without the random ids of calls."""
-    parser, last = how.new(prompt), len(pieces) - 1
+    parser, last = how.new_parser(prompt), len(pieces) - 1
     parts = [
         part
         for i, text in enumerate(pieces)
         for part in parser.feed(CompletionDelta(0, [], text, reason if i == last else None))
     ]
-    return merged(part._replace(id="") if isinstance(part, ToolCall) else part for part in parts)
+    return join_parts(
+        part._replace(id="") if isinstance(part, ToolCall) else part for part in parts
+    )
 
 
 def call(index: int = 0, arguments: str = ARGUMENTS, *, is_whole: bool = True) -> ToolCall:
@@ -63,7 +65,7 @@ def call(index: int = 0, arguments: str = ARGUMENTS, *, is_whole: bool = True) -
     is_open=st.booleans(),
     parallel=st.booleans(),
     reason=st.sampled_from(["stop", "length"]),
-    bound=st.sampled_from(["", "is_forced", "is_either"]),
+    bound=st.sampled_from(["", "only_calls", "calls_or_text"]),
 )
 def test_every_way_to_split_gives_the_same_events(
     name: str, pieces: list[str], cuts: list[int], is_open: bool, parallel: bool, reason: str,
@@ -81,7 +83,7 @@ def test_every_way_to_split_gives_the_same_events(
 
 @given(name=st.sampled_from([*FORMATS]), text=st.text('{}[]"\\<tol_ca>;: \n1', max_size=60))
 def test_what_is_no_call_is_text_as_it_stands(name: str, text: str) -> None:
-    parts = read(parsing(name, reasons=False), [*text, ""])
+    parts = read(parsing(name, has_reasoning=False), [*text, ""])
     assert parts == ([Content(text)] if text else [])
 
 
@@ -133,8 +135,8 @@ def test_what_models_write(name: str, text: str, parts: list[Part]) -> None:
 )
 def test_forced_calls_are_cut_anywhere(name: str, text: str) -> None:
     """For any split into tokens: whole calls, then the beginning of one, and never a text."""
-    free = parsing(name, reasons=False)
-    how, done = replace(free, is_forced=True), 0
+    free = parsing(name, has_reasoning=False)
+    how, done = replace(free, only_calls=True), 0
     for size in range(len(text)):
         found = read(how, [text[:size]], reason="length")
         assert read(how, [*text[:size], ""], reason="length") == found
@@ -179,7 +181,7 @@ def test_only_one_call_where_no_more_are_wanted() -> None:
 def test_ids_are_as_templates_take_them() -> None:
     for name, size in (("mistral", 9), ("hermes", 29)):
         text = f"{FORMATS[name].opener}{CALL}"
-        (found,) = parsing(name).new("").feed(CompletionDelta(0, [], text, "stop"))
+        (found,) = parsing(name).new_parser("").feed(CompletionDelta(0, [], text, "stop"))
         assert isinstance(found, ToolCall)
         assert len(found.id) == size
 
@@ -243,9 +245,11 @@ def test_the_template_in_use_is_told_and_one_that_is_none_is_refused() -> None:
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_a_forced_call_that_is_cut_leaves_no_text(text: str, call: Any, reason: str) -> None:
     form = MessageFormat(FORMATS["hermes"])
-    parsing = replace(Parsing.for_format(form, NAMES, reasons=False, parallel=True), is_forced=True)
+    parsing = replace(
+        Parsing.for_format(form, NAMES, has_reasoning=False, parallel=True), only_calls=True
+    )
     cut = CompletionDelta(index=0, token_ids=[1], text=text, finish_reason=reason)
-    found = [(p.name, p.arguments, p.is_whole) for p in parsing.new("").feed(cut)]  # type: ignore[union-attr]
+    found = [(p.name, p.arguments, p.is_whole) for p in parsing.new_parser("").feed(cut)]  # type: ignore[union-attr]
     assert found == ([call] if call else [])
 
 
@@ -268,7 +272,7 @@ def test_a_forced_call_that_is_cut_leaves_no_text(text: str, call: Any, reason: 
 def test_a_grammar_of_calls_or_a_text_mixes_nothing(
     name: str, text: str, parts: list[Part] | None, reason: str
 ) -> None:
-    how = replace(parsing(name, reasons=False), is_either=True)
+    how = replace(parsing(name, has_reasoning=False), calls_or_text=True)
     wanted = [Content(text)] if parts is None else parts
     for pieces in ([text], [*text], [*text, ""]):
         assert read(how, pieces, reason=reason) == wanted
@@ -294,7 +298,9 @@ def test_every_walk_through_a_grammar_of_calls_or_json_is_one_of_them(
     grammars.wait([asked := {"grammar": lark}])
     grammar, draw, seen = grammars.compiled(asked), random.Random(1), set()
     assert grammar is not None
-    how = replace(Parsing.for_format(form, NAMES, reasons=False, parallel=parallel), is_either=True)
+    how = replace(
+        Parsing.for_format(form, NAMES, has_reasoning=False, parallel=parallel), calls_or_text=True
+    )
     for _ in range(16):
         matcher, ids = grammar.matcher(), list[int]()
         while not matcher.is_finished:
@@ -317,16 +323,18 @@ def test_every_walk_through_a_grammar_of_calls_or_json_is_one_of_them(
 def test_tokens_of_reasoning_are_counted_however_they_were_split() -> None:
     pieces = [" <th", "ink>", "a b", "c</thi", "nk>x", "yz", "!"]
     form = MessageFormat(decode=lambda ids, **options: "".join(pieces[i] for i in ids).lstrip())
-    parsing = replace(Parsing.for_format(form, (), reasons=True, parallel=True), decode=form.decode)
+    parsing = replace(
+        Parsing.for_format(form, (), has_reasoning=True, parallel=True), decode=form.decode
+    )
     for cuts in range(2 ** (len(pieces) - 1)):
         borders = [0, *(i + 1 for i in range(len(pieces) - 1) if cuts >> i & 1), len(pieces)]
-        parser = parsing.new("")
+        parser = parsing.new_parser("")
         for begin, end in pairwise(borders):
             text = "".join(pieces[begin:end])
             parser.feed(CompletionDelta(index=0, token_ids=[*range(begin, end)], text=text))
             if end <= 4:
                 assert parser.num_reasoning in (0, end), "nothing is said before it is sure"
         assert parser.num_reasoning == 5
-    plain = parsing.new("")
+    plain = parsing.new_parser("")
     plain.feed(CompletionDelta(index=0, token_ids=[2], text="a b"))
     assert plain.num_reasoning == 0

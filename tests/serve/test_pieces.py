@@ -16,7 +16,7 @@ from foretoken.outputs import CompletionDelta, Logprob, TokenTrace
 from foretoken.serve.answers.choices import ChatWriter, CompletionWriter
 from foretoken.serve.answers.events import Event, Usage
 from foretoken.serve.requests import GenerationRequest
-from foretoken.serve.sse import LONG_BODY, SLICE, LazyList, aside, paced, pieces
+from foretoken.serve.sse import LONG_BODY, SLICE, LazyList, in_thread_if_long, paced, pieces
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,9 @@ def test_quick_parts_are_one() -> None:
 
 def test_a_long_body_is_read_in_a_thread() -> None:
     async def main() -> list[bool]:
-        threads = [await aside(size, threading.current_thread) for size in (5, LONG_BODY)]
+        threads = [
+            await in_thread_if_long(size, threading.current_thread) for size in (5, LONG_BODY)
+        ]
         return [thread is threading.current_thread() for thread in threads]
 
     assert asyncio.run(main()) == [True, False]

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.serve.fleet.call import Wanted, read_wanted
-from foretoken.serve.fleet.prefixes import CHUNK, MOST_CHARS, PrefixIndex, ranked
+from foretoken.serve.fleet.call import Routing, read_routing
+from foretoken.serve.fleet.prefixes import CHUNK, MAX_CHARS, PrefixIndex, rank_replicas
 
 
 def beginnings(prompt: str) -> list[str]:
     """The remembered parts of a prompt: its beginnings of whole chunks, or all of a short one."""
-    text = prompt[:MOST_CHARS]
+    text = prompt[:MAX_CHARS]
     if 0 < len(text) < CHUNK:
         return [text]
     return [text[: size * CHUNK] for size in range(1, len(text) // CHUNK + 1)]
@@ -37,7 +37,7 @@ class Naive:
             self.seen = [each for each in self.seen if each[0] != text] + [(text, replica)]
         self.seen = self.seen[max(len(self.seen) - self.most, 0) :]
 
-    def keep(self, replicas: set[str]) -> None:
+    def keep_only(self, replicas: set[str]) -> None:
         self.seen = [each for each in self.seen if each[1] in replicas]
 
     def longest(self, prompt: str, among: set[str]) -> tuple[str | None, int]:
@@ -61,7 +61,7 @@ PROMPTS = st.builds(
 REPLICAS = st.sampled_from("pqr")
 SETS = st.frozensets(REPLICAS)
 ACTIONS = st.one_of(
-    st.tuples(st.just("add"), PROMPTS, REPLICAS), st.tuples(st.just("keep"), SETS, st.none())
+    st.tuples(st.just("add"), PROMPTS, REPLICAS), st.tuples(st.just("keep_only"), SETS, st.none())
 )
 
 
@@ -74,7 +74,7 @@ def test_the_index_is_the_naive_one(
         for each in (index, naive):
             getattr(each, what)(*(part for part in (first, second) if part is not None))
         assert len(index) == len(naive.seen) <= most
-        assert index.longest(prompt, among) == naive.longest(prompt, set(among))
+        assert index.longest_match(prompt, among) == naive.longest(prompt, set(among))
 
 
 def test_the_last_that_computed_a_beginning_has_it() -> None:
@@ -82,20 +82,23 @@ def test_the_last_that_computed_a_beginning_has_it() -> None:
     index = PrefixIndex[str]()
     index.add("s" * 2 * CHUNK + "x" * CHUNK, "p")
     index.add("s" * 2 * CHUNK + "y" * CHUNK, "q")
-    assert index.longest("s" * 2 * CHUNK + "x" * CHUNK, "pq") == ("p", 3)
-    assert index.longest("s" * 2 * CHUNK + "z" * CHUNK, "pq") == ("q", 2)
-    assert index.longest("s" * 2 * CHUNK + "x" * CHUNK, "q") == ("q", 2)
-    assert index.longest("t" + "s" * 2 * CHUNK, "pq") == (None, 0)
-    assert index.longest("", "pq") == (None, 0)
+    assert index.longest_match("s" * 2 * CHUNK + "x" * CHUNK, "pq") == ("p", 3)
+    assert index.longest_match("s" * 2 * CHUNK + "z" * CHUNK, "pq") == ("q", 2)
+    assert index.longest_match("s" * 2 * CHUNK + "x" * CHUNK, "q") == ("q", 2)
+    assert index.longest_match("t" + "s" * 2 * CHUNK, "pq") == (None, 0)
+    assert index.longest_match("", "pq") == (None, 0)
     index.add("hello", "p")
-    assert (index.longest("hello", "p"), index.longest("hello!", "p")) == (("p", 1), (None, 0))
+    assert (index.longest_match("hello", "p"), index.longest_match("hello!", "p")) == (
+        ("p", 1),
+        (None, 0),
+    )
 
 
 def test_the_end_of_a_huge_prompt_decides_nothing() -> None:
     index = PrefixIndex[str]()
-    index.add("a" * MOST_CHARS + "b" * CHUNK, "p")
-    assert index.longest("a" * MOST_CHARS + "c" * CHUNK, "p") == ("p", MOST_CHARS // CHUNK)
-    assert len(index) == MOST_CHARS // CHUNK
+    index.add("a" * MAX_CHARS + "b" * CHUNK, "p")
+    assert index.longest_match("a" * MAX_CHARS + "c" * CHUNK, "p") == ("p", MAX_CHARS // CHUNK)
+    assert len(index) == MAX_CHARS // CHUNK
 
 
 # The order in which replicas are asked
@@ -105,10 +108,10 @@ def test_the_longest_beginning_comes_first() -> None:
     index = PrefixIndex[str]()
     index.add("a" * 4 * CHUNK, "p")
     index.add("a" * 2 * CHUNK, "q")
-    order = ranked("a" * 4 * CHUNK, index, {"q": 0, "p": 3, "r": 1})
+    order = rank_replicas("a" * 4 * CHUNK, index, {"q": 0, "p": 3, "r": 1})
     assert order == ["p", "q", "r"]
-    assert ranked("a" * 2 * CHUNK, index, {"r": 0, "q": 3, "p": 1}) == ["q", "r", "p"]
-    assert ranked("a" * 4 * CHUNK, index, {"q": 5, "r": 1}) == ["q", "r"], "p is not there"
+    assert rank_replicas("a" * 2 * CHUNK, index, {"r": 0, "q": 3, "p": 1}) == ["q", "r", "p"]
+    assert rank_replicas("a" * 4 * CHUNK, index, {"q": 5, "r": 1}) == ["q", "r"], "p is not there"
 
 
 @pytest.mark.parametrize("imbalance", [0, 2, 8])
@@ -117,9 +120,9 @@ def test_a_replica_that_has_far_more_requests_loses_its_beginnings(imbalance: fl
     index.add("a" * CHUNK, "p")
     for more, first in ((imbalance, "p"), (imbalance + 1, "q")):
         load = {"p": 5 + more, "r": 6, "q": 5}
-        assert ranked("a" * CHUNK, index, load, imbalance)[0] == first
-    assert ranked("a" * CHUNK, index, {"p": 9, "q": 0}) == ["q", "p"]
-    assert ranked("a" * CHUNK, index, {"p": 8, "q": 0}) == ["p", "q"]
+        assert rank_replicas("a" * CHUNK, index, load, imbalance)[0] == first
+    assert rank_replicas("a" * CHUNK, index, {"p": 9, "q": 0}) == ["q", "p"]
+    assert rank_replicas("a" * CHUNK, index, {"p": 8, "q": 0}) == ["p", "q"]
 
 
 LOADS = st.dictionaries(st.sampled_from("pqrstu"), st.integers(0, 12))
@@ -132,9 +135,9 @@ def test_all_are_asked_once_and_by_load(
     index = PrefixIndex[str]()
     for text, replica in seen:
         index.add(text, replica)
-    order = list(ranked(prompt, index, load))
+    order = list(rank_replicas(prompt, index, load))
     assert sorted(order) == sorted(load)
-    favourite, _ = index.longest(prompt, load)
+    favourite, _ = index.longest_match(prompt, load)
     if favourite is not None and load[favourite] - min(load.values()) <= 8:
         assert order.pop(0) == favourite
     assert all(load[one] <= load[other] for one, other in pairwise(order))
@@ -142,11 +145,15 @@ def test_all_are_asked_once_and_by_load(
 
 def test_ties_are_decided_by_the_beginning_of_the_prompt() -> None:
     names, index = [f"replica-{i}" for i in range(4)], PrefixIndex[str]()
-    firsts = [ranked(f"{i} {'x' * CHUNK}", index, dict.fromkeys(names, 1))[0] for i in range(200)]
+    firsts = [
+        rank_replicas(f"{i} {'x' * CHUNK}", index, dict.fromkeys(names, 1))[0] for i in range(200)
+    ]
     counts = [firsts.count(name) for name in names]
     assert min(counts) > 20, "all get about as many"
     start = "y" * CHUNK
-    orders = {tuple(ranked(start + rest, index, dict.fromkeys(names, 0))) for rest in "abcdefgh"}
+    orders = {
+        tuple(rank_replicas(start + rest, index, dict.fromkeys(names, 0))) for rest in "abcdefgh"
+    }
     assert len(orders) == 1, "what follows does not count"
 
 
@@ -155,8 +162,8 @@ def test_fronts_that_do_not_know_of_each_other_choose_alike(
     prompt: str, load: dict[str, int]
 ) -> None:
     backwards = dict(reversed(load.items()))
-    order = ranked(prompt, PrefixIndex[str](), load)
-    assert order == ranked(prompt, PrefixIndex[str](), backwards)
+    order = rank_replicas(prompt, PrefixIndex[str](), load)
+    assert order == rank_replicas(prompt, PrefixIndex[str](), backwards)
 
 
 # What a front reads of a body
@@ -189,9 +196,9 @@ BODIES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("body", "prompt"), BODIES)
 def test_what_a_prompt_begins_with(body: dict[str, Any], prompt: str) -> None:
     said = json.dumps({**body, "model": "m"}).encode()
-    assert read_wanted(said) == Wanted("m", prompt)
+    assert read_routing(said) == Routing("m", prompt)
     backwards = json.dumps(dict(reversed(body.items()))).encode()
-    assert read_wanted(backwards) == Wanted(None, prompt), "whatever the order of the fields"
+    assert read_routing(backwards) == Routing(None, prompt), "whatever the order of the fields"
 
 
 @pytest.mark.parametrize(
@@ -200,19 +207,19 @@ def test_what_a_prompt_begins_with(body: dict[str, Any], prompt: str) -> None:
      b'{"prompt": "a"} x'],
 )  # fmt: skip
 def test_of_what_is_no_object_nothing_is_read(body: bytes) -> None:
-    assert read_wanted(body) == Wanted(None, "")
+    assert read_routing(body) == Routing(None, "")
 
 
 @pytest.mark.parametrize("model", [None, 5, ["m"], {"a": "m"}, True])
 def test_a_model_is_a_text(model: Any) -> None:
     said = json.dumps({"model": model, "prompt": "a"}).encode()
-    assert read_wanted(said) == Wanted(None, "a")
+    assert read_routing(said) == Routing(None, "a")
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        {"prompt": "x" * (MOST_CHARS + 5)},
+        {"prompt": "x" * (MAX_CHARS + 5)},
         {"prompt": "ab" * 2**21},
         {"prompt": [7] * 2**19},
         {"messages": [{"role": "user", "content": "y" * 999}] * 900},
@@ -220,18 +227,18 @@ def test_a_model_is_a_text(model: Any) -> None:
     ],
 )
 def test_a_huge_prompt_is_cut(body: dict[str, Any]) -> None:
-    found = read_wanted(json.dumps({**body, "model": "m"}).encode())
-    assert (found.model, len(found.prompt)) == ("m", MOST_CHARS)
+    found = read_routing(json.dumps({**body, "model": "m"}).encode())
+    assert (found.model, len(found.prompt)) == ("m", MAX_CHARS)
 
 
 def test_odd_numbers_are_texts_too() -> None:
     """The replica decides whether they are allowed there."""
-    found = read_wanted(
+    found = read_routing(
         b'{"model": "m", "prompt": [1e999, -0.5, true, null, 12345678901234567890]}'
     )
     assert found.model == "m"
     assert found.prompt.split("\n")[1::2] == ["-0.5", "12345678901234567890"]
-    assert read_wanted(b'{"prompt": [' + b"9" * 4000 + b"]}").prompt == "9" * 4000
+    assert read_routing(b'{"prompt": [' + b"9" * 4000 + b"]}").prompt == "9" * 4000
 
 
 @pytest.mark.parametrize(
@@ -244,12 +251,12 @@ def test_odd_numbers_are_texts_too() -> None:
 )
 def test_what_a_replica_can_read_goes_to_its_model(body: bytes) -> None:
     """A replica reads both: see `JsonRoute`."""
-    found = read_wanted(body)
+    found = read_routing(body)
     assert found.model == "second"
     assert found.prompt.endswith("a")
     index = PrefixIndex[str]()
     index.add(found.prompt, "p")
-    assert index.longest(found.prompt, "p") == ("p", 1)
+    assert index.longest_match(found.prompt, "p") == ("p", 1)
 
 
 TURNS = st.lists(
@@ -265,7 +272,7 @@ def test_equal_beginnings_of_conversations_are_equal_beginnings_of_texts(
 ) -> None:
     fields = {"system": system, "model": "m"}
     texts = [
-        read_wanted(json.dumps({**fields, name: turns}).encode()).prompt
+        read_routing(json.dumps({**fields, name: turns}).encode()).prompt
         for turns in (begun, begun + one, begun + other)
     ]
     assert texts[1].startswith(texts[0])

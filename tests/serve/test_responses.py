@@ -137,7 +137,7 @@ def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
     usage = Usage(GenerationRequest(SamplingParams()))
     parts = (Reasoning("r"), ToolCall(0, "c", "f", "{}"), Content("x"), Content("y"))
     sample = CompletionDelta(0, [1], "", "stop")
-    pieces = [*writer.write([Event(0, parts, sample)], usage), *writer.last(usage)]
+    pieces = [*writer.write([Event(0, parts, sample)], usage), *writer.end(usage)]
     text = b"".join(pieces).decode()
     data = [json.loads(event.split("\ndata: ")[1]) for event in text.split("\n\n")[:-1]]
     assert [event["sequence_number"] for event in data] == [*range(len(data))]
@@ -167,5 +167,5 @@ def test_an_answer_that_the_server_cut_says_so() -> None:
         message = json.loads(b"".join(MessagesWriter(asked, "tiny").body(choices, usage)))
         assert (message["stop_reason"], message["cut_by"]) == ("max_tokens", why)
         writer = MessagesWriter(asked, "tiny")
-        streamed = [*writer.write([event], usage), *writer.last(usage)]
+        streamed = [*writer.write([event], usage), *writer.end(usage)]
         assert f'"cut_by":"{why}"'.encode() in b"".join(streamed)

@@ -30,7 +30,7 @@ from foretoken.errors import (
 from foretoken.outputs import CompletionDelta, EngineMetrics, RequestDelta, RequestMetrics
 from foretoken.serve.app import build_app
 from foretoken.serve.errors import refusal
-from foretoken.serve.metrics import Counts, EngineCollector, Histogram, Record, exposition
+from foretoken.serve.metrics import Counts, EngineCollector, Histogram, RequestRecord, exposition
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import PromptDelta
 from tests.project.source import ROOT
@@ -171,7 +171,7 @@ def test_phases_of_a_request_are_those_its_engine_tells() -> None:
     counts = Counts()
     times = RequestMetrics(queue_time=0.5, time_to_first_token=2.0, tokens_per_second=5 / 4)
     sample = CompletionDelta(0, [1, 2, 3, 4, 5], "", "length")
-    Record(counts).observe(
+    RequestRecord(counts).observe(
         PromptDelta(0, RequestDelta("r", [sample], True, None, [7] * 9, metrics=times))
     )
     found = {
@@ -184,7 +184,7 @@ def test_phases_of_a_request_are_those_its_engine_tells() -> None:
         assert (histogram.sum, sum(histogram.counts)) == (value, 1), name
     left = CompletionDelta(0, [], "", "abort")
     delta = RequestDelta("r", [left], True, metrics=RequestMetrics())
-    Record(counts).observe(PromptDelta(0, delta))
+    RequestRecord(counts).observe(PromptDelta(0, delta))
     assert sum(counts.histograms["request_queue_time_seconds"].counts) == 1, "it never had a slot"
 
 

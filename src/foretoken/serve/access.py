@@ -1,8 +1,8 @@
-"""Access: clients must send a key or, if the server has none, call this machine by its own name.
+"""Access: clients must send a key or, if the server has no key, a `Host` of this machine.
 
-Keys are compared in constant time. The check of names is against DNS rebinding: any web site can
-have its own name resolve to 127.0.0.1, and a page of it then calls a server here as its own origin.
-The browser sends the site's name as `Host`, so such a request is refused.
+The check of `Host` is against DNS rebinding: a web site can have its name resolve to 127.0.0.1, and
+its page then calls a server here as the page's own origin. But the browser sends the site's name as
+`Host`.
 """
 
 from __future__ import annotations
@@ -16,30 +16,24 @@ from itertools import product
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foretoken.serve.errors import Refusal, own_path
+from foretoken.serve.errors import Refusal, path_without_root
 from foretoken.serve.options import ServeOptions
 
-PAGE = {
+PAGE_FILES = {
     "/": "index.html",
     **{f"/page/{name}": name for name in ("page.css", "icon.svg")},
     **{f"/page/{name}.js": f"{name}.js" for name in ("page", "api", "run", "detail", "compare")},
 }
-"""The page's files by path; they hold no data of this server."""
-OPEN = frozenset(
+KEYLESS_PATHS = frozenset(
     {"/health", "/health/ready", "/ping", "/load", "/metrics", "/version", "/docs", "/openapi.json"}
-    | PAGE.keys()
+    | PAGE_FILES.keys()
 )
-"""Paths that need no key: probes and scrapers have none, the page asks its user for it, and the
-API's documents hold no data of this server."""
+"""Probes and scrapers have no key, and the page and the API's documents have no private data."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+?)\.?(?::\d*)?")
 
 
 class RootPath:
-    """Adds the prefix under which a proxy has this server to paths that lack it.
-
-    A proxy may keep the prefix or remove it. ASGI demands that paths have it; the router removes it
-    once.
-    """
+    """Adds `--root-path` to paths without it: ASGI demands it, and some proxies remove it."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root
@@ -61,11 +55,11 @@ class KeyCheck:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and own_path(scope) not in OPEN:
+        if scope["type"] == "http" and path_without_root(scope) not in KEYLESS_PATHS:
             headers = Headers(scope=scope)
             scheme, _, credentials = headers.get("authorization", "").partition(" ")
             bearer = credentials.strip(" ") if scheme.lower() == "bearer" else ""  # RFC 9110, 11.1
-            has_key = False  # compared with all keys, so that the time tells nothing
+            has_key = False  # compared with all keys in constant time, so that time tells nothing
             for sent_key, key in product((bearer, headers.get("x-api-key", "")), self._keys):
                 has_key |= hmac.compare_digest(sent_key.encode("latin-1"), key)
             if not has_key:
@@ -77,23 +71,19 @@ class KeyCheck:
 
 
 class HostCheck:
-    """Answers 421 to requests that call this machine by another name than its own."""
+    """Answers 421 to requests with a `Host` that is neither this machine nor allowed."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._allowed = app, {name.lower() for name in options.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request if its `Host` is a name of this machine, or if it has no `Host`.
-
-        A request without `Host` is of HTTP/1.0, which no browser speaks.
-        """
+        # A request without `Host` is of HTTP/1.0, which no browser speaks.
         host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
         if host is not None and not self._is_allowed(host):
             allowed = ", ".join(["localhost, 127.0.0.1, [::1]", *sorted(self._allowed)])
             message = (
-                f"`Host` is {host[:200]!r}. It must be one of {allowed}: without a key this "
-                "server answers by these names alone, so that no web page can reach it by its "
-                "own. Start it with --allowed-hosts, or with --api-key."
+                f"`Host` is {host[:200]!r}. It must be one of {allowed}, so that web sites cannot "
+                "use a server without a key. Start it with --allowed-hosts or --api-key."
             )
             refusal = Refusal(421, message, "invalid_request_error", "Host", "host_not_allowed")
             await refusal.response(scope)(scope, receive, send)
@@ -101,7 +91,6 @@ class HostCheck:
         await self._app(scope, receive, send)
 
     def _is_allowed(self, host: str) -> bool:
-        """Whether the name in a `Host` is the loopback's, or one of `allowed_hosts`."""
         if "*" in self._allowed:
             return True
         if not (match := _HOST.fullmatch(host.strip().lower())):

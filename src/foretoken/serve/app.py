@@ -1,4 +1,4 @@
-"""The application: an engine and its options as ASGI, and the middleware of every application."""
+"""The ASGI application over an engine, and the middleware that a front has, too."""
 
 from __future__ import annotations
 
@@ -18,27 +18,23 @@ from foretoken.serve.limits import BodyLimits
 from foretoken.serve.logs import RequestLog
 from foretoken.serve.metrics import Counts
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.requests import Served
+from foretoken.serve.requests import ServedModel
 from foretoken.serve.routes import Context, generate, page, state
 from foretoken.serve.running import Lifetime
 
 
 def build_app(
-    engine: AsyncEngine,
-    options: ServeOptions,
-    *,
-    guarded: bool = True,
-    life: Lifetime | None = None,
-) -> FastAPI:
-    """OpenAI's API over an engine. When the application ends, it closes the engine.
+    engine: AsyncEngine, options: ServeOptions, *,
+    guarded: bool = True, life: Lifetime | None = None,
+) -> FastAPI:  # fmt: skip
+    """OpenAI's API over an engine; `ConfigError` if the options do not allow the engine's rule.
+
+    When the application ends, it closes the engine.
 
     Args:
-        guarded: whether the application checks access and logs requests. That of a replica does
-            not, since the front of the replicas does both.
-        life: has the open requests; None: a new one.
-
-    Raises:
-        ConfigError: the engine's rule is `synthetic`, and the options do not allow that.
+        guarded: whether the application checks access and logs requests. In a fleet, the front does
+            both, and the replicas do not.
+        life: a lifetime for the open requests; None: a new one.
     """
 
     @asynccontextmanager
@@ -47,25 +43,26 @@ def build_app(
         await engine.close()
 
     life = life or Lifetime(options, lambda: engine.status.failure)
-    context = Context(engine, Served.from_engine(engine, options), Counts(), int(time.time()), life)
+    served = ServedModel.from_engine(engine, options)
+    context = Context(engine, served, Counts(), int(time.time()), life)
     app = FastAPI(
         title="Foretoken", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
-        responses=errors.error_responses(errors.Refusal(400, "", "").body),
+        responses=errors.error_responses(errors.Refusal(400, "", "").openai),
     )  # fmt: skip
     app.state.context = context
     errors.install(app)
     for part in (generate, state, page):
         app.include_router(part.router(context))
     # The last middleware added sees a request first, so no body is read before access is checked.
-    longest = context.served.max_model_len
+    longest = served.max_model_len
     app.add_middleware(BodyLimits, options=options, max_model_len=longest)
-    for kind, arguments in guards(options) if guarded else ():
+    for kind, arguments in access_middleware(options) if guarded else ():
         app.add_middleware(kind, **arguments)
     return app
 
 
-def guards(options: ServeOptions) -> list[tuple[Any, dict[str, Any]]]:
-    """Middleware classes for access and logs, with arguments. The last one sees a request first."""
+def access_middleware(options: ServeOptions) -> list[tuple[Any, dict[str, Any]]]:
+    """Middleware for access and logs, with arguments. The last one sees a request first."""
     middleware: list[tuple[Any, dict[str, Any]]] = []
     if options.keys:
         middleware.append((KeyCheck, {"keys": options.keys}))

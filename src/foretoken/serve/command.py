@@ -1,4 +1,4 @@
-"""`foretoken serve`: from options to a running server. FastAPI and Ray load in its functions."""
+"""`foretoken serve`: from options to a running server. Only functions import FastAPI and Ray."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from foretoken.serve.options import MAX_NUM_WAITING, MAX_STEP_SECONDS, ServeOpti
 if TYPE_CHECKING:
     from foretoken.async_engine import AsyncEngine
 
-_OWN_CLUSTER = {
+_RAY_VARIABLES = {
     # Ray's ports are open to the network. By default Ray runs all code that is sent there; with a
     # token it runs only the code that processes of this command send.
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
-    # By default replicas run at low priority, and tokens of a small model wait for the client that
-    # reads them. By default each message also changes threads once more.
+    # By default replicas run at low priority, so that tokens of a small model wait for the client
+    # that reads them, and each message changes threads once more.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
-"""Environment variables that Ray reads when it is imported, for a cluster of this command only."""
 
 
 def with_defaults(engine: Mapping[str, Any], device_type: str) -> dict[str, Any]:
-    """Options of a server's engine: a bounded queue and, on a CPU, short steps by default."""
-    short = {"max_step_seconds": MAX_STEP_SECONDS} if device_type == "cpu" else {}
-    return {"max_num_waiting": MAX_NUM_WAITING, **short, **engine}
+    """Options of a server's engine: by default a bounded queue and, on a CPU, short steps."""
+    short_steps = {"max_step_seconds": MAX_STEP_SECONDS} if device_type == "cpu" else {}
+    return {"max_num_waiting": MAX_NUM_WAITING, **short_steps, **engine}
 
 
 def start(
@@ -48,15 +47,15 @@ def start(
         load: makes the engine from its options; None: `AsyncEngine`.
 
     Raises:
-        ConfigError: an option is wrong, the address is taken, or a package of the extra `serve` is
-            missing.
+        ConfigError: an option is wrong, another program has the address, or a package of the extra
+            `serve` is missing.
     """
     config = EngineConfig.parse(**engine)
     options.check_engine(config)
     try:
         from foretoken.serve.app import build_app
-        from foretoken.serve.logs import set_up
-        from foretoken.serve.server import bind, check_tls, collect_when_idle, leave, serve
+        from foretoken.serve.logs import configure_logging
+        from foretoken.serve.server import bind, check_tls, collect_when_idle, exit_now, serve
     except ModuleNotFoundError as error:
         missing, remedy = f"foretoken[serve]: {error.name}", "Run: pip install 'foretoken[serve]'"
         raise ConfigError(missing, None, "installed to serve", remedy) from None
@@ -65,7 +64,7 @@ def start(
     from foretoken.engine.devices import choose_device
 
     engine = with_defaults(engine, choose_device(config.device).type)
-    set_up(options.log_level)
+    configure_logging(options.log_level)
     with bind(options) as bound_socket:  # before the model, which may take minutes to load
         say(f"Loading {engine['model']}")
         app = build_app((load or AsyncEngine)(**engine), options)
@@ -73,7 +72,7 @@ def start(
         context = app.state.context
         lines = [describe_model(context.served.names, config), context.served.format.summary]
         serve(app, context.lifetime, bound_socket, lines, say)
-    leave(0)
+    exit_now(0)
 
 
 def start_replicas(
@@ -83,11 +82,7 @@ def start_replicas(
     address: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Serve the model with replicas, by `fleet.command.start`, which has the same arguments.
-
-    Raises:
-        ConfigError: a package of the extra `ray` is missing; and all errors of that function.
-    """
+    """Call `fleet.command.start`; `ConfigError` if a package of the extra `ray` is missing."""
     if address is None:
         prepare_own_cluster()
     try:
@@ -99,5 +94,5 @@ def start_replicas(
 
 
 def prepare_own_cluster() -> None:
-    """Set the environment for a Ray cluster of this command only, before Ray is imported."""
-    set_in_environment(**_OWN_CLUSTER, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    """Set what Ray reads when it is imported, for a Ray cluster of this command only."""
+    set_in_environment(**_RAY_VARIABLES, RAY_AUTH_TOKEN=secrets.token_hex(32))

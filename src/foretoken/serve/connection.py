@@ -1,12 +1,10 @@
-"""One client's connection: its deadlines, the longest head, and where a request ends.
+"""A client's connection: deadlines, a bound on heads of requests, and one request at a time.
 
-Charter: checks at the HTTP parser, before there is a request that the application could refuse.
-A client that sends slowly, or does not read, holds its connection for at most `io_timeout`. One
-that closes its sending half counts as gone, since a client that has gone looks the same.
-Requests are not pipelined: while one is answered, further bytes are read and dropped, so that a
-disconnect is noticed, and the connection closes after the answer (RFC 9112, 9.3.2: such clients
-retry on another connection). An offer to leave HTTP/1.1 (`Upgrade`) is ignored, as RFC 9110, 7.8,
-allows: the parser would skip the body of such a request, and then read it as the next request.
+A client that closes its sending half counts as disconnected, since both look the same. Requests are
+not pipelined: while one is answered, further bytes are read and dropped, so that a disconnect is
+noticed, and the connection closes after the answer (RFC 9112, 9.3.2: such clients retry on another
+connection). An `Upgrade` to another protocol is ignored, as RFC 9110, 7.8, allows: the parser would
+skip the body of such a request, and then read it as the next request.
 """
 
 from __future__ import annotations
@@ -22,18 +20,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from foretoken.serve.errors import Refusal, UnavailableError, refusal
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.running import NO_MORE
+from foretoken.serve.running import ENDING_MESSAGE
 
 _INVALID = Refusal(400, "This is no HTTP/1.1 request.", "invalid_request_error")
 _TOO_SLOW = Refusal(408, "The request did not arrive in time.", "invalid_request_error")
 _NO_HOST = Refusal(400, "A request must have one `Host` header.", "invalid_request_error")
 _NO_TUNNEL = Refusal(400, "This server opens no tunnels.", "invalid_request_error")
-_NO_MORE_REQUESTS = refusal(UnavailableError(NO_MORE))
+_NO_MORE_REQUESTS = refusal(UnavailableError(ENDING_MESSAGE))
 _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's connection with deadlines and a bound on heads."""
+    """Uvicorn's connection with deadlines and a bound on heads of requests."""
 
     def __init__(self, options: ServeOptions, **uvicorn_options: Any) -> None:
         super().__init__(**uvicorn_options)
@@ -44,12 +42,11 @@ class Connection(HttpToolsProtocol):
         self._reading_timer: asyncio.TimerHandle | None = None  # for the client to read an answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the deadline, which also holds for a client that sends nothing."""
         super().connection_made(transport)
-        self._arrival_timer = self._start_timer(self._end_late)
+        self._arrival_timer = self._start_timer(self._end_late)  # also for one that sends nothing
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of a request; while a request is answered, drop them instead."""
+        """Parse bytes of a request, but drop them while another request is answered."""
         if self._is_answering:
             self.cycle.keep_alive = False
             return
@@ -63,7 +60,6 @@ class Connection(HttpToolsProtocol):
             self._refuse(self._head_too_long())
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser, which stops at the end of a head that offers to leave HTTP/1.1."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -73,7 +69,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
 
     def _parse_without_upgrade(self) -> None:
-        """Parse the head again, with a new parser and without the offer to leave HTTP/1.1."""
+        """Parse the head again, with a new parser and without the headers of an upgrade."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         for name, value in self.headers:
@@ -87,45 +83,40 @@ class Connection(HttpToolsProtocol):
         self._parse(b"\r\n".join([*lines, b"", b""]))
 
     def on_message_begin(self) -> None:
-        """Begin a request; the client may have sent it together with the request before it."""
-        if self._is_answering:
-            # The parser stops and calls `send_400_response`.
-            raise ValueError("a request before its turn")
+        if self._is_answering:  # the error stops the parser, which calls `send_400_response`
+            raise ValueError("a request came before the answer to the last one was complete")
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; those after a body are trailers, which are ignored (RFC 9110, 6.5.1)."""
-        if self._in_head:
+        if self._in_head:  # headers after a body are trailers and ignored (RFC 9110, 6.5.1)
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the application, unless the head is refused or will be parsed again."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._options.max_header_bytes:
             self._refusal = self._head_too_long()
-            raise ValueError("a head is too long")  # the parser stops and calls `send_400_response`
+            raise ValueError("a head is too long")  # stops the parser: see `on_message_begin`
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
             self._refusal = _NO_HOST  # RFC 9112, 3.2
             raise ValueError("no host, or several")
         if self.parser.get_method() == b"CONNECT":
             self._refusal = _NO_TUNNEL
-            raise ValueError("a tunnel is asked for")
+            raise ValueError("CONNECT is not supported")
         if self.parser.should_upgrade():
-            return  # the parser stops, and `_parse` calls `_parse_without_upgrade`
+            return  # the parser stops, and `_parse` parses the head again
         self._in_head = False
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         if self._in_head:
-            return  # only the head, which will be parsed again: see `on_headers_complete`
+            return  # the head will be parsed again: see `on_headers_complete`
         super().on_message_complete()
         self._in_head, self._head_bytes = True, 0
         self._cancel_timers(self._arrival_timer)
         self._arrival_timer = None
 
     def pause_writing(self) -> None:
-        """Start a deadline for a client that does not read."""
         super().pause_writing()
         self._reading_timer = self._start_timer(self.transport.abort)
 
@@ -138,7 +129,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """End the connection with the server; refuse a request that has not arrived completely."""
+        """End the connection, and refuse a request that has not arrived completely."""
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self._refuse(_NO_MORE_REQUESTS)
@@ -146,7 +137,6 @@ class Connection(HttpToolsProtocol):
             super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no request, in the form of all errors."""
         if self._is_answering:
             self.cycle.keep_alive = False
         else:
@@ -154,7 +144,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a complete request has arrived, and its answer is not yet complete."""
+        """Whether a request has arrived completely, and the answer is not complete."""
         cycle = self.cycle
         return cycle is not None and not (cycle.more_body or cycle.response_complete)
 
@@ -178,11 +168,11 @@ class Connection(HttpToolsProtocol):
         return Refusal(431, message, "invalid_request_error")
 
     def _refuse(self, refused: Refusal) -> None:
-        """Send the refusal, unless another answer is being sent, and close the connection."""
+        """Send the refusal, if no answer has begun, and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            text = json.dumps(refused.body).encode()
+            text = json.dumps(refused.openai).encode()
             head = (
                 f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(text)}\r\n"

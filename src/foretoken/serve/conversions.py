@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` and `/v1/messages` as chats: the same request under other names."""
+"""Bodies of `/v1/responses` and `/v1/messages`, read as bodies of chats with other field names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from foretoken.errors import RequestError
-from foretoken.serve.errors import field_error, written_as
+from foretoken.serve.errors import client_field_names, field_error
 from foretoken.serve.parsers.message import call_fields
 from foretoken.serve.protocol.chat import (
     AllowedNames,
@@ -23,26 +23,14 @@ from foretoken.serve.protocol.chat import (
 )
 from foretoken.serve.protocol.common import Fields, JsonSchema, ResponseFormat, SamplingFields
 from foretoken.serve.protocol.messages import (
-    ASSISTANT_BLOCKS,
-    TEXT_BLOCKS,
-    USER_BLOCKS,
+    BLOCKS,
     CountBody,
     MessagesBody,
     MessageToolChoice,
     Turn,
 )
-from foretoken.serve.protocol.responses import (
-    ITEMS,
-    AllowedFunctions,
-    CallItem,
-    CallOutputItem,
-    InputText,
-    MessageItem,
-    ReasoningItem,
-    ResponsesBody,
-    TextFormat,
-)
-from foretoken.serve.requests import GenerationRequest, Served, read_chat
+from foretoken.serve.protocol.responses import ITEMS, AllowedFunctions, InputText, ResponsesBody
+from foretoken.serve.requests import GenerationRequest, ServedModel, read_chat
 
 _IN_RESPONSES = {
     "messages": "input",
@@ -60,7 +48,7 @@ _IN_MESSAGES = {
 }
 
 
-def read_responses(body: ResponsesBody, served: Served) -> GenerationRequest:
+def read_responses(body: ResponsesBody, served: ServedModel) -> GenerationRequest:
     """The request of a body of `/v1/responses`; raises `RequestError`."""
     choice: Any = body.tool_choice
     if isinstance(choice, AllowedFunctions):
@@ -69,8 +57,10 @@ def read_responses(body: ResponsesBody, served: Served) -> GenerationRequest:
     elif choice is not None and not isinstance(choice, str):
         choice = _named_tool(choice)
     tools = [_chat_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()]
-    text_format = body.text.format if body.text else None
-    response_format = _response_format(text_format) if text_format else None
+    response_format = None
+    if body.text and (form := body.text.format):
+        schema = JsonSchema(schema=form.schema_) if form.type == "json_schema" else None
+        response_format = ResponseFormat(type=form.type, json_schema=schema)
     chat = ChatBody(
         **_shared_fields(body),
         messages=_with_system(body.instructions, _conversation(body.input)),
@@ -87,12 +77,8 @@ def read_responses(body: ResponsesBody, served: Served) -> GenerationRequest:
     return _read_as_chat(chat, served, _IN_RESPONSES)
 
 
-def read_messages(body: CountBody, served: Served) -> GenerationRequest:
-    """The request of a body of `/v1/messages` or `/v1/messages/count_tokens`.
-
-    Raises:
-        RequestError: a field has a value that is not supported.
-    """
+def read_messages(body: CountBody, served: ServedModel) -> GenerationRequest:
+    """The request of a body of `/v1/messages` or its `/count_tokens`; raises `RequestError`."""
     choice, parallel = _tool_choice(body.tool_choice)
     answer_fields: dict[str, Any] = {}
     system = body.system
@@ -121,14 +107,11 @@ def read_messages(body: CountBody, served: Served) -> GenerationRequest:
     return _read_as_chat(chat, served, _IN_MESSAGES)
 
 
-def _reasoning(body: CountBody, served: Served) -> dict[str, Any]:
-    """The fields of a chat about reasoning, from those of `/v1/messages`.
-
-    A budget is ignored if the model does not reason, and refused if it does.
-    """
+def _reasoning(body: CountBody, served: ServedModel) -> dict[str, Any]:
+    """The fields of a chat about reasoning; a budget is refused if the model reasons."""
     thinking, variables = body.thinking, body.chat_template_kwargs
-    if thinking and thinking.budget_tokens is not None and served.format.reasons:
-        bound = "left out: this model reasons as long as it likes"
+    if thinking and thinking.budget_tokens is not None and served.format.has_reasoning:
+        bound = "left out: this model decides how long it reasons"
         remedy = 'Write {"type": "adaptive"}, and bound the answer by `max_tokens`.'
         raise RequestError("thinking.budget_tokens", thinking.budget_tokens, bound, remedy)
     is_off = thinking is not None and thinking.type == "disabled"
@@ -146,25 +129,26 @@ def _answer_schema(body: MessagesBody) -> ResponseFormat | None:
     formats = [body.output_format, body.output_config.format if body.output_config else None]
     schemas = [answer_format.schema_ for answer_format in formats if answer_format]
     if len(schemas) == 2 and schemas[0] != schemas[1]:
-        bound = "left out beside `output_config.format`, which is its newer name"
+        bound = "left out if `output_config.format`, its newer name, is given"
         raise RequestError("output_format", schemas[0], bound)
     schema = JsonSchema(schema=schemas[0]) if schemas else None
     return ResponseFormat(type="json_schema", json_schema=schema) if schema else None
 
 
-def _read_as_chat(chat: ChatBody, served: Served, names: Mapping[str, str]) -> GenerationRequest:
-    """The request of a chat; its errors name fields as in the body from which the chat was made.
+def _read_as_chat(
+    chat: ChatBody, served: ServedModel, names: Mapping[str, str]
+) -> GenerationRequest:
+    """The request of a chat that was made from another body.
 
-    Args:
-        names: names of fields in that body, by their names in a chat.
+    Errors use `names`: by a field's name in a chat, the name in that body.
     """
-    with written_as(names):
+    with client_field_names(names):
         generation = read_chat(chat, served)
     body_names = {
-        name: ", ".join(names.get(part, part) for part in written.split(", "))
-        for name, written in generation.written.items()
+        name: ", ".join(names.get(part, part) for part in chat_names.split(", "))
+        for name, chat_names in generation.client_names.items()
     }
-    return replace(generation, written={**names, **body_names})
+    return replace(generation, client_names={**names, **body_names})
 
 
 def _shared_fields(body: SamplingFields) -> dict[str, Any]:
@@ -180,34 +164,26 @@ def _named_tool(choice: Any) -> NamedTool:
     return NamedTool(type="function", function=NamedFunction(name=choice.name))
 
 
-def _response_format(text_format: TextFormat) -> ResponseFormat:
-    schema = JsonSchema(schema=text_format.schema_) if text_format.type == "json_schema" else None
-    return ResponseFormat(type=text_format.type, json_schema=schema)
-
-
 def _with_system(text: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages if text is None else [{"role": "system", "content": text}, *messages]
 
 
 def _conversation(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat from an `input`: a text, or items.
-
-    Reasoning and the calls or the message after it become one message of the assistant.
-    """
+    """The messages of a chat; reasoning becomes part of the assistant's message that follows."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     reasoning = ""
     for i, value in enumerate(items):
         item = read_item(ITEMS, f"input[{i}]", value, default="message")
-        if isinstance(item, ReasoningItem):
+        if item.type == "reasoning":
             reasoning = _joined_text(item.content or [])
-        elif isinstance(item, MessageItem):
+        elif item.type == "message":
             messages.append({"role": item.role, "content": _joined_text(item.content)})
-        elif isinstance(item, CallOutputItem):
+        elif item.type == "function_call_output":
             result = {"tool_call_id": item.call_id, "content": _joined_text(item.output)}
             messages.append({"role": "tool", **result})
-        elif isinstance(item, CallItem):
+        else:
             if not messages or messages[-1]["role"] != "assistant" or reasoning:
                 messages.append({"role": "assistant", "content": None})
             calls = messages[-1].setdefault("tool_calls", [])
@@ -222,30 +198,26 @@ def _joined_text(content: str | Sequence[InputText]) -> str:
 
 
 def _tool_choice(choice: MessageToolChoice | None) -> tuple[Any, bool | None]:
-    """`tool_choice` and `parallel_tool_calls` of a chat, from Anthropic's `tool_choice`."""
+    """A chat's `tool_choice` and `parallel_tool_calls` for Anthropic's `tool_choice`."""
     if choice is None:
         return None, None
     if (choice.type == "tool") != (choice.name is not None):
-        bound = "given with `type`: tool, and only with it"
+        bound = "given with `type`: tool, and left out with another `type`"
         raise RequestError("tool_choice.name", choice.name, bound)
-    chat_choice: Any = {"any": "required"}.get(choice.type, choice.type)
-    if choice.name is not None:
-        chat_choice = _named_tool(choice)
     is_single = choice.disable_parallel_tool_use
-    return chat_choice, None if is_single is None else not is_single
+    parallel = None if is_single is None else not is_single
+    if choice.name is not None:
+        return _named_tool(choice), parallel
+    return "required" if choice.type == "any" else choice.type, parallel
 
 
-def _chat_messages(where: str, turn: Turn) -> list[dict[str, Any]]:
-    """The messages of a chat from a turn, which may hold several: one for each tool result.
-
-    Args:
-        where: the turn's name in errors.
-    """
+def _chat_messages(place: str, turn: Turn) -> list[dict[str, Any]]:
+    """The messages of a chat from a turn, one for each tool result; `place` is for errors."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    kinds = {"assistant": ASSISTANT_BLOCKS, "user": USER_BLOCKS}.get(turn.role, TEXT_BLOCKS)
+    kinds = BLOCKS[turn.role]
     blocks = [
-        read_item(kinds, f"{where}.content[{i}]", block) for i, block in enumerate(turn.content)
+        read_item(kinds, f"{place}.content[{i}]", block) for i, block in enumerate(turn.content)
     ]
     messages = []
     for block in blocks:
@@ -254,11 +226,8 @@ def _chat_messages(where: str, turn: Turn) -> list[dict[str, Any]]:
             text = content if isinstance(content, str) else "\n".join(part.text for part in content)
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
     texts = [{"type": "text", "text": block.text} for block in blocks if block.type == "text"]
-    calls = [
-        call_fields(block.id, block.name, json.dumps(block.input))
-        for block in blocks
-        if block.type == "tool_use"
-    ]
+    tool_uses = [block for block in blocks if block.type == "tool_use"]
+    calls = [call_fields(each.id, each.name, json.dumps(each.input)) for each in tool_uses]
     if not messages or texts:
         messages.append({"role": turn.role, "content": texts or (None if calls else "")})
     if calls:
@@ -271,23 +240,22 @@ def _chat_messages(where: str, turn: Turn) -> list[dict[str, Any]]:
 T = TypeVar("T", bound=Fields)
 
 
-def read_item(kinds: Mapping[str, type[T]], where: str, item: Any, default: str | None = None) -> T:
-    """An item or block as an object of the class that its `type` names.
+def read_item(kinds: Mapping[str, type[T]], place: str, item: Any, default: str | None = None) -> T:
+    """An item or block as an object of the class that its `type`, or else `default`, names.
 
-    A field that is null counts as left out: clients send earlier answers back with their nulls.
+    Fields that are null are ignored, since clients send earlier answers back with nulls.
 
     Args:
         kinds: the classes by `type`.
-        where: the item's name in errors.
-        default: the `type` of an item without one; None: an error.
+        place: the item's name in errors.
     """
     if not isinstance(item, dict):
-        raise RequestError(where, item, "an object")
+        raise RequestError(place, item, "an object")
     kind = item.get("type", default)
     if not isinstance(kind, str) or kind not in kinds:
-        raise RequestError(f"{where}.type", kind, f"one of {', '.join(kinds)}")
+        raise RequestError(f"{place}.type", kind, f"one of {', '.join(kinds)}")
     try:
         fields = {key: value for key, value in item.items() if value is not None}
         return kinds[kind].model_validate(fields)
     except ValidationError as error:
-        raise field_error(kinds[kind], error.errors(), where) from None
+        raise field_error(kinds[kind], error.errors(), place) from None

@@ -1,8 +1,6 @@
 """A fleet as an application of Ray Serve, for existing clusters: `serve deploy` calls `build`.
 
-Charter: deployments, their options, and calls of deployments, which raise our errors for Ray's.
-`fleet/config.py` defines a fleet. `fleet/command.py` puts our own server in front of the same
-engines. Needs the extra `ray`.
+`fleet/config.py` defines a fleet. `fleet/command.py` deploys the same engines for our own server.
 """
 
 from __future__ import annotations
@@ -27,14 +25,13 @@ from foretoken.serve.errors import UnavailableError
 from foretoken.serve.fleet.call import MESSAGE_BYTES, Call
 from foretoken.serve.fleet.config import INGRESS, Fleet, FleetModel
 from foretoken.serve.fleet.front import Front, Piece, ReplicaDiedError
-from foretoken.serve.fleet.needs import Needs, check_cluster, engine_threads, needs_of
+from foretoken.serve.fleet.needs import Needs, check_cluster, compute_needs
 from foretoken.serve.fleet.replica import Replica, without_causes
-from foretoken.serve.logs import set_up
+from foretoken.serve.logs import configure_logging
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.running import Lifetime
 
-STARTS = 3
-"""Failed starts after which Ray Serve gives a deployment up."""
+MAX_STARTS = 3  # failed starts of replicas; then Ray Serve gives the deployment up
 ROUTER = "foretoken.serve.fleet.router:PrefixRouter"
 _UNBOUNDED = 100_000  # the engine refuses instead (`max_num_waiting`), in OpenAI's form
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 10.0  # after three failures a replica is replaced
@@ -47,13 +44,10 @@ _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application of a file for `serve deploy`: engines, and an ingress in front of them.
+    """The application of a file for `serve deploy`: engines, and an ingress that forwards to them.
 
-    If the file has no key, the key is FORETOKEN_API_KEY of the environment of the cluster's
-    processes. If that is missing, too, clients need no key.
-
-    Args:
-        args: the file's `args`; see `Fleet` and docs/scale.md.
+    If the file has no key, FORETOKEN_API_KEY of the environment of the cluster's processes is the
+    key. Without both, clients need no key.
 
     Raises:
         ConfigError: an option is unknown or out of bounds, or the cluster lacks resources.
@@ -79,14 +73,10 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 @serve.ingress()
 class Ingress:
-    """The application between Ray Serve's proxies and the engines.
-
-    Args:
-        engines: handles of the models' deployments, in the order of `fleet.models`.
-    """
+    """The application between Ray Serve's proxies and the engines, in the order of the models."""
 
     def __init__(self, fleet: Fleet, *engines: DeploymentHandle) -> None:
-        set_up(fleet.server.log_level)
+        configure_logging(fleet.server.log_level)
         if not fleet.server.keys:
             _log.warning("Whoever reaches the proxies can use this server: there is no api_key.")
         models = [
@@ -96,7 +86,7 @@ class Ingress:
         self._front = Front(fleet, models, Lifetime(fleet.server, lambda: None))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application for Ray Serve, without `x-request-id`: its proxies add their own."""
+        """The application for Ray Serve, without `x-request-id`, which the proxies add."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             async def send_unnamed(message: Message) -> None:
@@ -111,15 +101,11 @@ class Ingress:
 
 
 def engine_deployment(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Application:
-    """The Ray deployment of one model: an engine in each replica.
-
-    Args:
-        needs: what each replica needs of a machine.
-    """
+    """The Ray deployment of one model: each replica has an engine and gets what it needs."""
     scale, config = model.scale, model.engine
     config = replace(config, device="cuda" if needs.gpus else "cpu")
     if not needs.gpus and config.threads is None:
-        config = replace(config, threads=engine_threads(needs.cpus))
+        config = replace(config, threads=max(int(needs.cpus), 1))
     count = scale.replicas or 1
     replica_count: dict[str, Any] = {"num_replicas": count}
     if scale.max_replicas is not None:
@@ -137,11 +123,10 @@ def engine_deployment(model: FleetModel, server: ServeOptions, needs: Needs) -> 
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        # The time for a replica that scaling removes to finish its requests. When a front ends, it
-        # has drained all replicas before.
+        # For a replica that scaling removes. A front that ends has drained all replicas before.
         graceful_shutdown_timeout_s=server.request_timeout,
         graceful_shutdown_wait_loop_s=0.5,
-        max_constructor_retry_count=STARTS,
+        max_constructor_retry_count=MAX_STARTS,
         logging_config=_QUIET,
         **replica_count,
     )
@@ -153,14 +138,9 @@ def engine_deployment(model: FleetModel, server: ServeOptions, needs: Needs) -> 
 
 
 def cluster_needs(fleet: Fleet) -> list[Needs]:
-    """What a replica of each model needs of a machine, in the order of `fleet.models`.
-
-    Raises:
-        ConfigError: the cluster lacks resources for all replicas, and does not grow. The error
-            names the resource, and how many replicas have room.
-    """
+    """The needs of each model's replicas; `ConfigError` if the cluster has too little for all."""
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    needs = [needs_of(model, has_gpus=has_gpus) for model in fleet.models]
+    needs = [compute_needs(model, has_gpus=has_gpus) for model in fleet.models]
     if not fleet.grows:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         requested = {
@@ -176,42 +156,34 @@ class RayReplicas:
 
     def __init__(self, names: Sequence[str], handle: DeploymentHandle) -> None:
         self.names, self._handle = names, handle
-        # A message by gRPC takes a third of the CPU time of one through Ray's object store, but
-        # may have at most 4 MiB.
+        # A message by gRPC takes a third of the CPU time of one through Ray's object store, but can
+        # have at most 4 MiB.
         self._by_store = handle.options(method_name="answer", stream=True)
         self._by_grpc = handle.options(method_name="answer", stream=True, _by_reference=False)
 
     async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
-        """Have one replica answer, as `Replicas.answer`; no second replica gets the request."""
+        """Have one replica answer; see `Replicas.answer`."""
         handle = self._by_grpc if len(call.body) <= MESSAGE_BYTES else self._by_store
         response = handle.remote(call)
-        is_over = False
         try:
             async for piece in response:
                 yield piece
-            is_over = True
         except RayActorError:
-            is_over = True
             raise ReplicaDiedError(_DIED) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise ReplicaDiedError(_DIED) from None  # the replica's task was cancelled, not ours
         except (BackPressureError, DeploymentUnavailableError) as error:
-            is_over = True
             raise UnavailableError(f"No replica can take the request: {error}") from None
         except Exception as error:  # raised in the replica; Ray passes it on
-            is_over = True
             _log.error("a replica failed by %s", type(error).__name__)
             _log.debug("details of the failure", exc_info=error)
-            raise UnavailableError("The replica failed by an error: its log has it.") from None
-        finally:
-            if not is_over:
-                response.cancel()
+            raise UnavailableError("The replica failed; its log has the error.") from None
+        except BaseException as error:
+            response.cancel()
+            task = asyncio.current_task()
+            if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
+                raise  # this generator or its task ends early
+            raise ReplicaDiedError(_DIED) from None  # the replica's task was cancelled
 
-    async def ask(self, method: str, seconds: float) -> list[Any]:
-        """Call a method of all replicas, as `Replicas.ask`."""
+    async def call_all(self, method: str, seconds: float) -> list[Any]:
         try:
             async with asyncio.timeout(seconds):
                 # `results_async` gives all results or none: one slow replica would hide the others.

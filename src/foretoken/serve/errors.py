@@ -1,8 +1,7 @@
-"""Every error as OpenAI's body and a status.
+"""Every error as a status and a body in OpenAI's or Anthropic's shape.
 
-Charter: the status says what a client can do. It can mend a request that got 4xx, and repeat one
-that got 429 or 503; 500 is our bug. A message names fields as the client wrote them. For a wrong
-body it names one field, and what its value must be.
+A client can change a request that got 4xx, and repeat one that got 429 or 503; 500 is our bug. A
+message names fields as the client wrote them.
 """
 
 from __future__ import annotations
@@ -36,52 +35,39 @@ from foretoken.serve.protocol.common import Fields
 
 _log = logging.getLogger(__name__)
 _BATCH_ERRORS = {
-    EngineBrokenError: "The engine's device failed: it serves nobody any more.",
+    EngineBrokenError: "The engine's device failed, so this server answers no more requests.",
     EngineMemoryError: "The engine ran out of memory in work for several requests.",
     StepError: "The engine failed in work for several requests.",
 }
 _UNAVAILABLE = (*_BATCH_ERRORS, UsageError)
-_ANTHROPIC = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    421: "invalid_request_error",
-    429: "rate_limit_error",
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    413: "request_too_large", 421: "invalid_request_error", 429: "rate_limit_error",
     503: "overloaded_error",
-}
+}  # fmt: skip
 _RETRY_LATER = {"Retry-After": "1"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _RETRY_LATER, 503: _RETRY_LATER}
 _WHAT_IS_SERVED = (
     "This server generates text and does nothing else: no embeddings, scores, ranks or classes, no "
     "images or audio, no files. POST /v1/chat/completions, /v1/completions, /v1/responses or "
-    "/v1/messages; GET /docs says the rest."
+    "/v1/messages; GET /docs shows all paths."
 )
 _BOUNDS = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a text",
+    "int_type": "an integer", "float_type": "a number", "finite_number": "a finite number",
+    "bool_type": "true or false", "list_type": "a list", "dict_type": "an object",
+    "model_attributes_type": "an object", "model_type": "an object", "string_type": "a text",
     "string_unicode": "a text without lone surrogates",
     "string_pattern_mismatch": "a text that matches {pattern}",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_attributes_type": "an object",
-    "model_type": "an object",
-    "literal_error": "{expected}",
-    "too_long": "of at most {max_length} members",
-    "missing": "given",
-    "extra_forbidden": "left out: there is no such field",
+    "literal_error": "{expected}", "too_long": "of at most {max_length} members",
+    "missing": "given", "extra_forbidden": "left out: there is no such field",
     "value_error": "{error}",
-}
+}  # fmt: skip
 """What a value must be, by pydantic's type of the error."""
-request_id = ContextVar("request_id", default="")
-"""The name of this task's request; see `logs.py`."""
+request_id = ContextVar("request_id", default="")  # of this task
 
 
-def own_path(scope: Scope) -> str:
-    """The path of a request, without the prefix under which a proxy has this server."""
+def path_without_root(scope: Scope) -> str:
+    """The path of a request without `--root-path`."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) or "/"
 
@@ -96,28 +82,26 @@ class Refusal(NamedTuple):
     code: str | None = None
 
     @property
-    def body(self) -> dict[str, Any]:
-        """OpenAI's shape."""
+    def openai(self) -> dict[str, Any]:
         names = ("message", "type", "param", "code")
         return {"error": {name: getattr(self, name) for name in names}}
 
     @property
     def anthropic(self) -> dict[str, Any]:
-        """Anthropic's shape."""
-        kind = _ANTHROPIC.get(self.status, "api_error")
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def response(self, scope: Scope | None = None) -> Response:
-        """The error as a response, in the shape that clients of the request's path read."""
-        is_anthropic = scope is not None and own_path(scope).startswith("/v1/messages")
-        body = self.anthropic if is_anthropic else self.body
-        # ASCII, since a quoted value may be invalid Unicode.
+        """The error as a response, in Anthropic's shape if the request's path is of that API."""
+        is_anthropic = scope is not None and path_without_root(scope).startswith("/v1/messages")
+        body = self.anthropic if is_anthropic else self.openai
+        # ASCII, since a quoted value can be invalid Unicode.
         text = json.dumps(body, separators=(",", ":"))
         return Response(text, self.status, _HEADERS.get(self.status), "application/json")
 
 
 def error_responses(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI's `responses` for errors with bodies of the same shape as `body`."""
+    """OpenAPI's `responses` for errors in the shape of the example `body`."""
 
     def schema(value: Any) -> dict[str, Any]:
         if isinstance(value, dict):
@@ -137,7 +121,7 @@ class UnknownModelError(RequestError):
 
 
 def refusal(error: BaseException) -> Refusal:
-    """The refusal that a client gets for an error; engine faults and bugs are logged as well."""
+    """The refusal that a client gets for an error; faults of the engine and bugs are logged."""
     if isinstance(error, OverloadedError):
         return Refusal(429, str(error), "rate_limit_error", code="overloaded")
     if isinstance(error, UnknownModelError):
@@ -158,11 +142,7 @@ def refusal(error: BaseException) -> Refusal:
 
 
 def public_message(error: ForetokenError) -> str:
-    """An error's message for clients.
-
-    The message of an error in work for several requests is replaced, since it may quote another
-    client's request.
-    """
+    """An error's message for clients: without the text of an error that can quote other clients."""
     for kind, message in _BATCH_ERRORS.items():
         if isinstance(error, kind):
             return f"{message} The server's log says where."
@@ -170,7 +150,7 @@ def public_message(error: ForetokenError) -> str:
 
 
 def _log_error(summary: str, error: BaseException) -> None:
-    """Log where an error was raised. Only `debug` logs its message, which may quote a prompt."""
+    """Log where an error was raised; only `debug` logs the message, which can quote a prompt."""
     cause = error.__cause__ or error
     frames = traceback.extract_tb(cause.__traceback__)[-1:]
     places = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
@@ -179,12 +159,8 @@ def _log_error(summary: str, error: BaseException) -> None:
 
 
 @contextmanager
-def written_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Have a `RequestError` raised within name its field as the client wrote it.
-
-    Args:
-        names: the client's name of each field, by our name.
-    """
+def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Have a `RequestError` name its field as the client wrote it: `names` maps our names to it."""
     try:
         yield
     except RequestError as error:
@@ -196,7 +172,7 @@ def written_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def install(app: FastAPI) -> None:
-    """Have the application answer known errors as a `Refusal`; `BodyLimits` answers all others."""
+    """Have the application answer known errors as a `Refusal`; `BodyLimits` answers others."""
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
@@ -204,7 +180,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        path = own_path(request.scope)
+        path = path_without_root(request.scope)
         message, code = f"{request.method} {path}: {error.detail}", None
         if error.status_code == 404:
             message, code = f"{request.method} {path} is not here. {_WHAT_IS_SERVED}", "unknown_url"
@@ -234,31 +210,29 @@ def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:
     return Refusal(400, f"The body must be {bound}.", "invalid_request_error")
 
 
-def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> RequestError:
-    """The error of the first wrong field.
-
-    A union has errors for each of its members. The member that the value fits furthest is reported.
+def field_error(kind: type[Fields], errors: Sequence[Any], place: str = "") -> RequestError:
+    """The error of the first wrong field; for a union, of the member that the value fits best.
 
     Args:
         kind: the type that the value should have.
-        errors: errors of a `ValidationError`; their `loc` begins at an object of type `kind`.
-        where: name of this object in the body; empty: it is the body itself.
+        errors: errors of a `ValidationError`; each `loc` begins at an object of type `kind`.
+        place: name of this object in the body; empty: it is the body itself.
     """
     alternatives = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
     # Prefer the error of a wrong `type` to errors about fields that another type needs.
     first_error = max(alternatives, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
-    name, fields = _place(kind, first_error["loc"], where)
-    own_error = first_error.get("ctx", {}).get("error")
-    if isinstance(own_error, RequestError):  # for a field of the table `foreign`
-        path = f"{name}.{own_error.field}" if name else own_error.field
-        return RequestError(path, own_error.value, own_error.bound, own_error.remedy)
+    name, fields = _field_at(kind, first_error["loc"], place)
+    cause = first_error.get("ctx", {}).get("error")
+    if isinstance(cause, RequestError):  # for a field of the table `foreign`
+        path = f"{name}.{cause.field}" if name else cause.field
+        return RequestError(path, cause.value, cause.bound, cause.remedy)
     if first_error["type"] == "extra_forbidden":
         key = str(first_error["loc"][-1])
         name = f"{name}.{key}" if name else key
         close_names = get_close_matches(key, fields, n=1, cutoff=0.6)
         remedy = f"Did you mean `{close_names[0]}`?" if close_names else ""
     else:
-        alternatives = [e for e in alternatives if _place(kind, e["loc"], where)[0] == name]
+        alternatives = [e for e in alternatives if _field_at(kind, e["loc"], place)[0] == name]
         remedy = ""
     bounds = [
         _BOUNDS.get(e["type"], "{msg}").format_map({**e, **e.get("ctx", {})})
@@ -268,14 +242,13 @@ def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> R
     return RequestError(name, value, ", or ".join(dict.fromkeys(bounds)), remedy)
 
 
-def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str, dict[str, Any]]:
-    """The client's name for a pydantic `loc`, and the fields that an object at this place may have.
+def _field_at(
+    kind: type[Fields], loc: Sequence[str | int], name: str
+) -> tuple[str, dict[str, Any]]:
+    """The client's name of the field at a pydantic `loc`, and the fields of an object there.
 
-    Parts of `loc` that are not fields are names of a union's members, or keys of a map. The name
-    leaves them out.
-
-    Args:
-        name: the name of the object of type `kind` at which `loc` begins.
+    `name` and `kind` are the name and the type of the object at which `loc` begins. Parts of `loc`
+    that are a union's members or a map's keys are no part of the client's name.
     """
     fields = dict(_fields(kind))
     for part in loc:
@@ -288,7 +261,7 @@ def _place(kind: type[Fields], loc: Sequence[str | int], name: str) -> tuple[str
 
 
 def _fields(kind: Any) -> Iterator[tuple[str, Any]]:
-    """Names and types of the fields of a type. A union has the fields of all its members."""
+    """Names and types of the fields of a type; a union has the fields of all members."""
     if isinstance(kind, type) and issubclass(kind, Fields):
         for name, field in kind.model_fields.items():
             yield field.alias or name, field.annotation

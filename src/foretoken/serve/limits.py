@@ -1,8 +1,4 @@
-"""Limits on a body before it is parsed, and an answer for every exception.
-
-Charter: the outermost part of the application. `connection.py` has a client's deadlines and the
-limit on heads; fields are checked where they are read.
-"""
+"""Limits on a body before it is parsed, and an answer for every exception."""
 
 from __future__ import annotations
 
@@ -24,23 +20,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.errors import Refusal, refusal
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.sse import aside
+from foretoken.serve.sse import in_thread_if_long
 
-BODILESS = ("GET", "HEAD", "OPTIONS")
+METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 _QUOTE = 2
-_KINDS = np.zeros(256, np.int8)  # by byte: how far it changes the depth, or `_QUOTE`
-_KINDS[[*b"[{"]], _KINDS[[*b"]}"]], _KINDS[ord('"')] = 1, -1, _QUOTE
+_DEPTH_CHANGES = np.zeros(256, np.int8)  # by byte; `_QUOTE` for a quote
+_DEPTH_CHANGES[[*b"[{"]], _DEPTH_CHANGES[[*b"]}"]], _DEPTH_CHANGES[ord('"')] = 1, -1, _QUOTE
 
 
 class BodyLimits:
-    """Reads a body, refuses one that is too long or too deep, and passes it on in one piece."""
+    """Reads each body, refuses it if it exceeds a limit, and passes it on in one piece.
+
+    An exception of the application becomes an answer, if none has begun.
+    """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, max_model_len: int) -> None:
         self._app, self._options = app, options
         self._max_values = options.max_json_values or max(2**17, 2 * max_model_len)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; an exception becomes the answer, if none has begun yet."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -52,19 +50,19 @@ class BodyLimits:
             await send(message)
 
         try:
-            if scope["method"] in BODILESS:
+            if scope["method"] in METHODS_WITHOUT_BODY:
                 await self._app(scope, receive, send_watched)
             elif isinstance(body := await self._read(scope, receive), Refusal):
                 await body.response(scope)(scope, receive, send_watched)
             elif body is not None:  # else the client has left
                 await self._app(scope, _replay(body, receive), send_watched)
         except Exception as error:
-            refused = refusal(error)  # which also logs it
+            refused = refusal(error)  # also logs the error
             if not has_begun:
                 await refused.response(scope)(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
-        """The body, or the refusal of one that exceeds a limit; None if the client disconnects."""
+        """The body, or the refusal if it exceeds a limit; None if the client disconnects."""
         limit = self._options.max_body_bytes
         length = Headers(scope=scope).get("content-length", "0")
         parts, size = [], int(length) if length.isdecimal() and len(length) < 20 else 0
@@ -81,11 +79,11 @@ class BodyLimits:
             text = f"The body must have at most {limit} bytes."
             return Refusal(413, text, "invalid_request_error", code="body_too_large")
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        return await aside(size, self._check, body) or body
+        return await in_thread_if_long(size, self._check, body) or body
 
     def _check(self, body: bytes) -> Refusal | None:
-        """A refusal, if parsing the body would take too long."""
-        if not json.detect_encoding(body).startswith("utf-8"):  # brackets could not be counted
+        """The refusal of a body that would take too long to parse."""
+        if not json.detect_encoding(body).startswith("utf-8"):  # else brackets cannot be counted
             text = "The body must be UTF-8."
             return Refusal(400, text, "invalid_request_error", code="body_not_utf8")
         num_brackets, limit = body.count(b"[") + body.count(b"{"), self._max_values
@@ -100,11 +98,10 @@ class BodyLimits:
 
 
 class JsonRoute(APIRoute):
-    """A route with an endpoint that takes `body`, a JSON object, and perhaps `request`.
+    """A route to an endpoint with the parameter `body`, a JSON object, and possibly `request`.
 
-    FastAPI only describes the route in OpenAPI; this class calls the endpoint. FastAPI's own way to
-    call it resolves dependencies, which these endpoints do not have, and took nearly a fifth of the
-    CPU time of a short request.
+    FastAPI only describes the route in OpenAPI, and this class calls the endpoint: FastAPI would
+    resolve dependencies, which took nearly a fifth of the CPU time of a short request.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -122,37 +119,31 @@ class JsonRoute(APIRoute):
         return handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the endpoint and send its response; the application's handlers catch its errors."""
         if scope["method"] not in (self.methods or ()):
-            await super().handle(scope, receive, send)  # which refuses the method
+            await super().handle(scope, receive, send)  # refuses the method
             return
         response = await self._answer(Request(scope, receive, send))
         await response(scope, receive, send)
 
 
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
-    """The body as an object of class `kind`; errors are those that FastAPI would raise.
-
-    Raises:
-        HTTPException: the body is compressed.
-        RequestValidationError: the body is not JSON, or does not fit `kind`.
-    """
+    """The body as an object of class `kind`; raises the errors that FastAPI would raise."""
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding != "identity":
-        raise HTTPException(415, f"Send the body as it is, without `Content-Encoding: {coding}`.")
+        raise HTTPException(415, f"Send the body without `Content-Encoding: {coding}`.")
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = content_type == "application/json" or (
         content_type.startswith("application/") and content_type.endswith("+json")
     )
     body = await request.body()
-    return await aside(len(body), _parse, body, kind, is_json=is_json)
+    return await in_thread_if_long(len(body), _parse, body, kind, is_json=is_json)
 
 
 def _parse(body: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
-    """As `_read_body`; a body that is not sent as JSON reaches the check of `kind` unparsed."""
+    """The body as an object of class `kind`, which refuses a body that is not sent as JSON."""
     try:
         if body and is_json:
-            # Python also reads NaN and 1e999, which an answer's JSON could not hold.
+            # Python also reads NaN and 1e999, but the JSON of an answer cannot have them.
             body = json.loads(body, parse_constant=_finite, parse_float=_finite)
     except json.JSONDecodeError as error:
         details = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
@@ -184,12 +175,12 @@ def json_depth(text: bytes) -> int:
     If the JSON is invalid, the result is at least the depth up to the first wrong character.
     """
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # remaining quotes delimit strings
-    kinds = _KINDS[np.frombuffer(plain, np.uint8)]
-    kinds = kinds[kinds != 0]
-    is_quote = kinds == _QUOTE
+    changes = _DEPTH_CHANGES[np.frombuffer(plain, np.uint8)]
+    changes = changes[changes != 0]
+    is_quote = changes == _QUOTE
     is_in_string = np.cumsum(is_quote, dtype=np.uint8) % 2 == 1  # wraps at 256, an even number
-    kinds[is_quote | is_in_string] = 0
-    return int(np.cumsum(kinds, dtype=np.int32).max(initial=0))
+    changes[is_quote | is_in_string] = 0
+    return int(np.cumsum(changes, dtype=np.int32).max(initial=0))
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -1,8 +1,4 @@
-"""Logs: one line of JSON for each event, and one event for each request.
-
-Charter: lines about requests never hold their content: no text, no key, no query string. Every
-line written while a request is served has its `request_id`.
-"""
+"""Logs: lines of JSON, with one line for each request, without texts, keys and query strings."""
 
 from __future__ import annotations
 
@@ -18,9 +14,9 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foretoken.serve.access import OPEN
+from foretoken.serve.access import KEYLESS_PATHS
 from foretoken.serve.answers.events import Usage
-from foretoken.serve.errors import own_path, request_id
+from foretoken.serve.errors import path_without_root, request_id
 from foretoken.serve.protocol.common import REQUEST_ID
 
 _log = logging.getLogger(__name__)
@@ -28,10 +24,9 @@ _ID = re.compile(REQUEST_ID)
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON: time, level, message, and its further fields."""
+    """A record as one line of JSON, with the name of the request during which it was logged."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON, with the name of the request during which it was logged."""
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -45,8 +40,8 @@ class JsonLines(logging.Formatter):
         return json.dumps(fields, separators=(",", ":"))
 
 
-def set_up(level: str) -> None:
-    """Have this process log to standard error, and Foretoken's loggers log at `level` and above."""
+def configure_logging(level: str) -> None:
+    """Have this process log to standard error; `level` is that of Foretoken's loggers."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(handlers=[handler])
@@ -54,9 +49,9 @@ def set_up(level: str) -> None:
 
 
 class RequestLog:
-    """Names each request, by its valid `X-Request-Id` or by chance, and logs its outcome.
+    """Names each request, by a valid `X-Request-Id` or at random, and logs how it ended.
 
-    Probes, scrapes and the page's files are logged at level `debug`.
+    Requests that need no key, such as probes, are logged at level `debug`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -90,16 +85,13 @@ class RequestLog:
                 "complete": is_complete and status != 499,
             }
             fields |= log_fields(scope.get("state", {}))
-            level = logging.DEBUG if own_path(scope) in OPEN else logging.INFO
+            level = logging.DEBUG if path_without_root(scope) in KEYLESS_PATHS else logging.INFO
             _log.log(level, "request", extra={"fields": fields})
             request_id.reset(token)
 
 
 def log_fields(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields for a request's line in the log, as the application noted them in its `state`.
-
-    In a front, `state["log_fields"]` has the fields that the replica sent.
-    """
+    """Fields for a request's line in the log; a front's `state` has those that the replica sent."""
     fields: dict[str, Any] = {**state.get("log_fields", {})}
     if answer_id := state.get("answer_id"):
         fields["answer_id"] = answer_id

@@ -1,7 +1,6 @@
 """Metrics for Prometheus: plain counts, from which a scrape makes metric families.
 
-Charter: names that existing dashboards read begin with `vllm:`, ours with `foretoken:`. Counting a
-delta takes additions and one search in a list of bounds; everything else is done at the scrape.
+Names that existing dashboards read begin with `vllm:`, ours with `foretoken:`.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from foretoken.serve.running import PromptDelta
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = tuple(m * 10**n for n in range(6) for m in (1, 2, 5))
 _PROCESS = ProcessCollector(registry=None)
-_BETWEEN = "Time between tokens: that of a step, divided by its tokens."
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "From request to first token.",
-    "inter_token_latency_seconds": _BETWEEN,
+    "inter_token_latency_seconds": "Time of a step, divided by its number of tokens.",
     "e2e_request_latency_seconds": "From request to last token.",
     "request_queue_time_seconds": "Until a request has a slot.",
     "request_prefill_time_seconds": "From getting a slot to the first token.",
@@ -55,7 +53,7 @@ class Histogram:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """For each upper bound the number of values up to it, as Prometheus wants them."""
+        """Pairs for Prometheus: an upper bound, and the number of values up to this bound."""
         bounds = [*map(str, self._bounds), "+Inf"]
         return [*zip(bounds, map(float, accumulate(self.counts)), strict=True)]
 
@@ -64,8 +62,7 @@ class Counts:
     """Sums over all requests since the start."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = self.generation_tokens = 0
-        self.cached_tokens = self.preemptions = 0
+        self.prompt_tokens = self.generation_tokens = self.cached_tokens = self.preemptions = 0
         self.finished: Counter[str] = Counter()
         self.histograms = {
             name: Histogram(_SECONDS if name.endswith("_seconds") else _TOKENS)
@@ -76,37 +73,36 @@ class Counts:
         self.histograms[name].observe(value, times)
 
 
-class Record:
+class RequestRecord:
     """Adds one request over HTTP to the counts, delta by delta."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._start = time.perf_counter()
-        self._last: dict[int, float] = {}  # by prompt: the time of its last delta
-        # By prompt: the tokens of each of its samples so far.
+        self._last_time: dict[int, float] = {}  # by prompt: when the last delta came
+        # By prompt: the number of tokens of each sample.
         self._sizes: defaultdict[int, Counter[int]] = defaultdict(Counter)
 
     def observe(self, item: PromptDelta) -> None:
-        """Count a delta. Its tokens count as evenly spread over the time since the last delta."""
+        """Count a delta, as if its tokens were evenly spread over the time since the last delta."""
         number, delta = item
         counts, now = self._counts, time.perf_counter()
         if delta.prompt_token_ids is not None:
             counts.prompt_tokens += len(delta.prompt_token_ids)
             counts.observe("request_prompt_tokens", len(delta.prompt_token_ids))
-        last_time = self._last.get(number)
+        last_time = self._last_time.get(number)
         for sample in delta.outputs:
             num_tokens = len(sample.token_ids)
             counts.generation_tokens += num_tokens
             self._sizes[number][sample.index] += num_tokens
             if num_tokens and last_time is not None:
-                counts.observe(
-                    "inter_token_latency_seconds", (now - last_time) / num_tokens, num_tokens
-                )
+                seconds = (now - last_time) / num_tokens
+                counts.observe("inter_token_latency_seconds", seconds, num_tokens)
             if sample.finish_reason is not None:
                 counts.finished[sample.finish_reason] += 1
         if last_time is None and delta.outputs and delta.outputs[0].token_ids:
             counts.observe("time_to_first_token_seconds", now - self._start)
-        self._last[number] = now
+        self._last_time[number] = now
         if delta.metrics is not None:
             counts.cached_tokens += delta.metrics.num_cached_tokens
             counts.preemptions += delta.metrics.num_preemptions
@@ -114,16 +110,12 @@ class Record:
             self._observe_phases(delta.metrics, [*self._sizes.pop(number, {}).values()])
 
     def _observe_phases(self, metrics: RequestMetrics, sizes: Sequence[int]) -> None:
-        """Count the phases of a prompt that has ended, by the engine's clock.
-
-        Args:
-            sizes: the number of tokens of each of its samples.
-        """
+        """Count the phases of a prompt that has ended, with samples of these numbers of tokens."""
         counts, queued, first_token = self._counts, metrics.queue_time, metrics.time_to_first_token
         for size in sizes:
             counts.observe("request_generation_tokens", size)
         if queued is None:
-            return  # the prompt's requests ended before one had a slot
+            return  # no sample got a slot
         counts.observe("request_queue_time_seconds", queued)
         if first_token is None or not metrics.tokens_per_second:
             return
@@ -142,26 +134,27 @@ class EngineCollector(Collector):
     def __init__(self, engine: AsyncEngine, counts: Counts, model: str) -> None:
         self._engine, self._counts, self._model = engine, counts, model
         pool, config = engine.engine.scheduler.pool, engine.config
-        self._cache = {
-            "block_size": pool.block_size,
-            "num_gpu_blocks": pool.num_blocks,  # vLLM's name, also on a CPU
+        self._cache = {  # names of vLLM, also on a CPU
+            "block_size": pool.block_size, "num_gpu_blocks": pool.num_blocks,
             "enable_prefix_caching": config.enable_prefix_caching,
-            "gpu_memory_utilization": config.memory_fraction,
-            "cache_dtype": "auto",
-        }
+            "gpu_memory_utilization": config.memory_fraction, "cache_dtype": "auto",
+        }  # fmt: skip
 
     def collect(self) -> Iterator[Metric]:
-        """The metric families as they are now."""
         status, counts = self._engine.status, self._counts
         yield self._gauge("num_requests_running", "Samples that compute.", status.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait.", status.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Blocks held, 0..1.", status.kv_cache_usage)
+        drafts = self._engine.metrics
         totals = {
             "prompt_tokens": ("Tokens of prompts.", counts.prompt_tokens),
             "generation_tokens": ("Tokens generated.", counts.generation_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up.", counts.prompt_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the cache.", counts.cached_tokens),
             "num_preemptions": ("Samples computed again.", counts.preemptions),
+            "spec_decode_num_drafts": ("Verifications with drafts.", drafts.num_drafts),
+            "spec_decode_num_draft_tokens": ("Tokens drafted.", drafts.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Drafts accepted.", drafts.num_accepted_tokens),
         }
         for name, (text, value) in totals.items():
             yield self._counter(f"vllm:{name}", text, {"": value})
@@ -169,29 +162,18 @@ class EngineCollector(Collector):
         yield self._counter("vllm:request_success", "Samples ended.", finished, "finished_reason")
         for name, text in _HISTOGRAMS.items():
             yield self._histogram(name, text, counts.histograms[name])
-        name = "time_per_output_token_seconds"  # older name of the inter-token latency
-        yield self._histogram(name, _BETWEEN, counts.histograms["inter_token_latency_seconds"])
-        yield self._cache_config()
-        yield from self._speculation()
-
-    def _cache_config(self) -> Metric:
-        """A gauge of 1 with the cache's options as labels, under vLLM's names."""
-        labels = ["model_name", *self._cache]
-        text = "Options of the cache."
+        name = "time_per_output_token_seconds"  # its older name
+        newer_name = "inter_token_latency_seconds"
+        yield self._histogram(name, _HISTOGRAMS[newer_name], counts.histograms[newer_name])
+        # A gauge of 1 with the cache's options as labels, as vLLM has it.
+        labels, text = ["model_name", *self._cache], "Options of the cache."
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
         family.add_metric([self._model, *map(str, self._cache.values())], 1)
-        return family
+        yield family
+        yield from self._speculation()
 
     def _speculation(self) -> Iterator[Metric]:
-        """The metric families about drafts."""
         metrics = self._engine.metrics
-        drafts = {
-            "num_drafts": ("Verifications with drafts.", metrics.num_drafts),
-            "num_draft_tokens": ("Tokens drafted.", metrics.num_draft_tokens),
-            "num_accepted_tokens": ("Drafted tokens accepted.", metrics.num_accepted_tokens),
-        }
-        for name, (text, value) in drafts.items():
-            yield self._counter(f"vllm:spec_decode_{name}", text, {"": value})
         per_position = {
             "vllm:spec_decode_num_accepted_tokens_per_pos": metrics.accepted_per_position,
             "foretoken:spec_decode_num_draft_tokens_per_pos": metrics.drafted_per_position,
@@ -208,7 +190,7 @@ class EngineCollector(Collector):
             yield self._counter(f"foretoken:drafter_{name}", text, by_drafter, "drafter")
         for name in ("estimated", "realised"):
             speedup = getattr(metrics, f"{name}_speedup", None)
-            if speedup is not None:  # it is None if K is fixed, or none was chosen yet
+            if speedup is not None:  # None: K is fixed, or was not chosen yet
                 text = "Speed over that of plain decoding, if K is `auto`."
                 yield self._gauge(f"{name}_speedup", text, speedup, prefix="foretoken")
 
@@ -218,7 +200,7 @@ class EngineCollector(Collector):
         return family
 
     def _counter(self, name: str, text: str, values: dict[str, int], label: str = "") -> Metric:
-        """A counter with one value, or with one for each value of a label."""
+        """A counter with one value, or with one value for each value of a label."""
         labels = ["model_name", label] if label else ["model_name"]
         family = CounterMetricFamily(name, text, labels=labels)
         for key, value in values.items():
@@ -232,12 +214,12 @@ class EngineCollector(Collector):
 
 
 def process_metrics() -> list[Metric]:
-    """The metric families of this process (`process_*`)."""
+    """The metric families of this process, with names `process_*`."""
     return list(_PROCESS.collect())
 
 
 def exposition(collector: Collector) -> bytes:
-    """The families of a collector and of this process (`process_*`), as text for Prometheus."""
+    """The families of a collector and of this process, as text for Prometheus."""
     registry = CollectorRegistry()
     registry.register(collector)
     registry.register(_PROCESS)

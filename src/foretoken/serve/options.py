@@ -1,4 +1,4 @@
-"""Options of `foretoken serve`, except the engine's. No fastapi."""
+"""Options of `foretoken serve`, except those of the engine. No FastAPI."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from ipaddress import ip_address
 from foretoken.config import EngineConfig, check_int, check_number
 from foretoken.errors import ConfigError
 
-MAX_NUM_WAITING = 1024
-"""The default of `max_num_waiting`: samples that may wait for a slot; more are refused by 429."""
+MAX_NUM_WAITING = 1024  # the default of `max_num_waiting` of a server
 _HOST_NAME = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:]+:[0-9A-Fa-f:.]*", re.ASCII)
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)*")
 _OWN_PATHS = {
     *("v1", "tokenize", "detokenize", "health", "ping", "load", "metrics", "version"),
     *("server_info", "tokenizer_info", "docs", "openapi.json", "page"),
 }
-"""First parts of the server's own paths. With a `root_path` that begins in the same way, `RootPath`
-could not tell whether a path has the prefix."""
-MAX_STEP_SECONDS = 0.15
-"""The default of `max_step_seconds` on a CPU: how long a step may make streams wait, while it
-computes prompts of other requests."""
+"""First parts of the server's own paths. `RootPath` could not tell whether a path already has a
+`root_path` with the same first part."""
+MAX_STEP_SECONDS = 0.15  # the default of `max_step_seconds` of a server on a CPU
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -71,9 +68,9 @@ class ServeOptions:
         max_body_bytes: longest body of a request.
         max_header_bytes: longest head of a request: its path and its headers.
         max_json_depth: deepest nesting of lists and objects in a body.
-        max_json_values: most commas and opening brackets in a body, including those in texts. The
-            bound exists because nothing else runs while JSON is decoded (0.05 s for 2**17 of the
-            slowest kind); None: 2**17, or two for each token of the context where that is more.
+        max_json_values: most commas and opening brackets in a body, including those in texts, since
+            nothing else runs while JSON is decoded (at most 0.05 s for 2**17). None: 2**17, or two
+            for each token of the context if that is more.
         max_prompt_chars: most characters of a prompt or conversation, so that the engine's thread
             does not encode a text that cannot fit; None: 64 for each token of the context.
         max_samples: most samples of one request: its prompts times `n`.
@@ -137,7 +134,7 @@ class ServeOptions:
         if not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError("root_path", self.root_path, "a path such as `/llm`, or empty")
         if self.root_path and self.root_path.split("/")[1] in _OWN_PATHS:
-            remedy = "Paths of the server begin so: put a name of your own before it."
+            remedy = "Paths of the server begin in this way: begin with another name."
             raise ConfigError("root_path", self.root_path, "a path such as `/llm`", remedy)
         formats: dict[str, Iterable[str]] = {"tool_call_parser": (), "reasoning_parser": ()}
         if any(getattr(self, name) not in ("auto", "none") for name in formats):
@@ -147,7 +144,7 @@ class ServeOptions:
         # By default the formats are not imported, since that loads torch.
         for name, format_names in formats.items():
             if (value := getattr(self, name)) not in (names := ("auto", "none", *format_names)):
-                remedy = "No other format is read here; `auto` finds these in the template."
+                remedy = "With `auto` the chat template decides; other formats are not supported."
                 raise ConfigError(name, value, f"one of {', '.join(names)}", remedy)
         if self.log_level not in LOG_LEVELS:
             raise ConfigError("log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
@@ -157,16 +154,15 @@ class ServeOptions:
             if not _HOST_NAME.fullmatch(name):
                 raise ConfigError("allowed_hosts", name, "a name without scheme, port and path")
         if self.allowed_hosts and not self.checks_host:
-            bound = "left out with a key, or with another `host` than the loopback's"
+            bound = "left out with a key, or if `host` is not an address of the loopback"
             raise ConfigError("allowed_hosts", self.allowed_hosts, bound, "Any `Host` is answered.")
 
     def _check_tls(self) -> None:
-        """Raise `ConfigError` if options of TLS are given without those that they need."""
         check_int("ssl_cert_reqs", self.ssl_cert_reqs, 0, 2)
         pair = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
         if None in pair.values() and (self.has_tls or self.ssl_ca_certs or self.ssl_cert_reqs):
             missing = min(name for name, value in pair.items() if value is None)
-            raise ConfigError(missing, None, "a file of PEM, given with the other --ssl options")
+            raise ConfigError(missing, None, "a PEM file, given with the other --ssl options")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError("ssl_ca_certs", None, "given with `ssl_cert_reqs`")
 
@@ -186,7 +182,7 @@ class ServeOptions:
 
     @property
     def checks_host(self) -> bool:
-        """Whether `Host` is checked: without a key nothing else keeps web pages out."""
+        """Whether `Host` is checked: without a key nothing else refuses requests of web sites."""
         return not self.keys and self._is_loopback
 
     @property
@@ -201,12 +197,12 @@ class ServeOptions:
         speculation = config.speculative_config
         rule = speculation.rejection_sample_method if speculation else None
         if rule == "synthetic" and not self.allow_synthetic:
-            where, bound = "speculative_config.rejection_sample_method", "a lossless rule"
-            raise ConfigError(where, rule, bound, "--allow-synthetic serves such texts.")
+            place, bound = "speculative_config.rejection_sample_method", "a lossless rule"
+            raise ConfigError(place, rule, bound, "--allow-synthetic allows this rule.")
 
 
 def describe_model(names: Sequence[str], config: EngineConfig) -> str:
-    """A line with the names under which a model is served, and its drafters."""
+    """A line with the model's names and drafters."""
     speculation, summary = config.speculative_config, "nothing drafts"
     if speculation is not None:
         drafters, max_drafts = ", ".join(speculation.members), speculation.num_speculative_tokens

@@ -1,11 +1,9 @@
-"""The engine's deltas for one request over HTTP, and how long they may take.
+"""The engine's deltas for one request over HTTP, deadlines of requests, and the server's end.
 
-Charter: one request over HTTP becomes one or several requests to the engine. These end with it at
-the latest, and one bound holds for the log-probabilities of all of them. A `Flight` is a request
-over HTTP while the engine works for it; timers end a flight if neither its client nor the model
-does. A `Lifetime` holds all flights. Routes ask the lifetime whether to take a request, signals
-tell it to drain, and `server.py` polls it. The front of a fleet has a lifetime, too, with flights
-of its own (`fleet/front.py`).
+One request over HTTP becomes one or several requests to the engine, which end with it at the
+latest. A `GeneratingRequest` ends at a deadline if neither the client nor the model ends it. The
+`Lifetime` of a server has all open requests; the front of a fleet has one, too, with requests that
+it forwards (`fleet/front.py`).
 """
 
 from __future__ import annotations
@@ -16,126 +14,143 @@ from asyncio import TimerHandle
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.engine.admission import last_tokens
 from foretoken.errors import ForetokenError, RequestError
 from foretoken.outputs import RequestDelta
 from foretoken.sampling.params import SamplingParams
-from foretoken.serve.errors import UnavailableError, written_as
+from foretoken.serve.errors import UnavailableError, client_field_names
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import GenerationRequest
 
-_GRACE = 5.0
-NO_MORE = "The server ends and takes no more requests."
+_GRACE_SECONDS = 5.0
+ENDING_MESSAGE = "The server ends and takes no more requests."
 CUT_MESSAGES = {
     "queue": "No token was made within `queue_timeout`: the server is too busy.",
     "timeout": "No token was made within `request_timeout`: the server is too busy.",
-    "shutdown": "The server ends, and its engine did not let go of this request.",
+    "shutdown": "The server ends, and the engine did not end this request in time.",
 }
-"""Messages for requests that are refused after they were accepted, by the `reason` of `cut`."""
+"""For requests that are refused after they were accepted, by the `reason` of `cut`."""
 
 
-class OpenRequest(Protocol):
-    """A request over HTTP that is being answered: a `Flight`, or one that a front forwards."""
-
-    def cut(self, reason: str, *, refuses: bool = True) -> None:
-        """End the request early, as `Flight.cut` does."""
-
-
-class Lifetime:
-    """The requests under way, and whether more are accepted.
-
-    Args:
-        failed: returns the error that made serving impossible, or None.
-        grace: seconds for a client to receive and read an answer that was cut off.
-
-    Attributes:
-        num_cut: requests that the server's end cut off.
-    """
-
-    def __init__(
-        self,
-        options: ServeOptions,
-        failed: Callable[[], ForetokenError | None],
-        grace: float = _GRACE,
-    ) -> None:
-        self.options, self.failed, self._grace = options, failed, grace
-        self.flights: set[OpenRequest] = set()
-        self._end: float | None = None
-        self.num_cut = 0
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the server takes no more requests, and only finishes those that it has."""
-        return self._end is not None
-
-    def drain(self) -> None:
-        """Take no more requests; those under way get `drain_timeout`. Safe in a signal handler."""
-        self._end = self._end or time.monotonic() + self.options.drain_timeout
-
-    def seconds_left(self) -> float:
-        """How many more seconds a client gets to read the end of its answer."""
-        grace = self._grace
-        seconds = grace if self._end is None else self._end + grace - time.monotonic()
-        return min(max(seconds, 1.0), grace)
-
-    def is_over(self) -> bool:
-        """Whether the drain is over. Ends requests that are late, so call it repeatedly."""
-        if self._end is None:
-            return False
-        seconds_late = time.monotonic() - self._end
-        if seconds_late >= 0:
-            self.num_cut = max(self.num_cut, len(self.flights))
-            for flight in [*self.flights]:
-                flight.cut("shutdown", refuses=seconds_late >= self._grace)
-        return not self.flights or seconds_late >= self._grace
-
-    def call_later(self, seconds: float, call: Callable[..., Any], *args: Any) -> TimerHandle:
-        """As `call_later` of the running event loop."""
-        return asyncio.get_running_loop().call_later(seconds, call, *args)
-
-
-class Flight:
-    """One request over HTTP, from the engine's queue to its last delta; a context manager.
-
-    `cut` aborts the request in the engine, and its last delta brings the tokens so far. A timeout
-    before the first token refuses the request at once, even while the engine is busy with a step:
-    the task that entered the context is cancelled, and leaves it with `UnavailableError`. At the
-    server's end an accepted request is not refused: if the engine had not begun with it, its answer
-    is empty and says why.
-
-    Args:
-        name: prefix of the names of the engine's requests; a number follows.
+class OpenRequest:
+    """A context manager that registers a request with a lifetime while it is answered.
 
     Raises, when the context is entered:
         UnavailableError: the server takes no more requests.
     """
 
-    def __init__(self, lifetime: Lifetime, engine: AsyncEngine, name: str) -> None:
-        self._lifetime, self._engine, self._name = lifetime, engine, name
-        self._reason, self._has_begun, self._is_refused, self._num_requests = "", False, False, 0
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
         self._task: asyncio.Task[Any] | None = None
+
+    def __enter__(self) -> Self:
+        if self._lifetime.is_draining:
+            raise UnavailableError(ENDING_MESSAGE)
+        self._task = asyncio.current_task()
+        self._lifetime.open_requests.add(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        self._lifetime.open_requests.discard(self)
+
+    def cut(self, reason: str, *, refuses: bool = True) -> None:
+        """End the request early, with the tokens that were generated.
+
+        Args:
+            reason: `queue`, `timeout` or `shutdown`.
+            refuses: whether to cancel the request's task if there is no token yet.
+        """
+        raise NotImplementedError
+
+
+class Lifetime:
+    """The open requests, and whether the server accepts more.
+
+    Args:
+        failed: returns the error that made serving impossible, or None.
+        grace: seconds for a client to receive and read an answer that was cut off.
+    """
+
+    def __init__(
+        self, options: ServeOptions, failed: Callable[[], ForetokenError | None],
+        grace: float = _GRACE_SECONDS,
+    ) -> None:  # fmt: skip
+        self.options, self.failed, self._grace = options, failed, grace
+        self.open_requests: set[OpenRequest] = set()
+        self._end: float | None = None  # the time when open requests are cut off
+        self.num_cut = 0  # requests that the server's end cut off
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the server takes no more requests, and only finishes open ones."""
+        return self._end is not None
+
+    def drain(self) -> None:
+        """Take no more requests; open ones get `drain_timeout`. Safe in a signal handler."""
+        self._end = self._end or time.monotonic() + self.options.drain_timeout
+
+    def seconds_left(self) -> float:
+        """Seconds that a client gets to read the end of an answer."""
+        grace = self._grace
+        seconds = grace if self._end is None else self._end + grace - time.monotonic()
+        return min(max(seconds, 1.0), grace)
+
+    def is_over(self) -> bool:
+        """Whether the drain is over. Call it repeatedly: it ends the requests that are late."""
+        if self._end is None:
+            return False
+        seconds_late = time.monotonic() - self._end
+        if seconds_late >= 0:
+            self.cut_open_requests(refuses=seconds_late >= self._grace)
+        return not self.open_requests or seconds_late >= self._grace
+
+    def cut_open_requests(self, *, refuses: bool = True) -> None:
+        """Cut all open requests off, since the server ends; see `OpenRequest.cut`."""
+        self.num_cut = max(self.num_cut, len(self.open_requests))
+        for request in [*self.open_requests]:
+            request.cut("shutdown", refuses=refuses)
+
+    def call_later(self, seconds: float, call: Callable[..., Any], *args: Any) -> TimerHandle:
+        """Have the running event loop call a function; tests replace this method."""
+        return asyncio.get_running_loop().call_later(seconds, call, *args)
+
+
+class GeneratingRequest(OpenRequest):
+    """A request whose answer the engine generates, with timers for its deadlines.
+
+    `cut` aborts the request in the engine; the last delta then has the tokens that were generated.
+    A timeout before the first token refuses the request, even while the engine is busy with a step:
+    the task that entered the context is cancelled, and leaves it with `UnavailableError`. At the
+    server's end an accepted request is not refused: if it has no token yet, its answer is empty and
+    has the reason.
+
+    Args:
+        name: prefix of the names of the engine's requests; a number follows.
+    """
+
+    def __init__(self, lifetime: Lifetime, engine: AsyncEngine, name: str) -> None:
+        super().__init__(lifetime)
+        self._engine, self._name = engine, name
+        self._reason, self._has_begun, self._is_refused, self._num_requests = "", False, False, 0
         self._timers: list[TimerHandle] = []
         self._aborts: set[asyncio.Task[bool]] = set()
 
     def __enter__(self) -> Self:
-        if self._lifetime.is_draining:
-            raise UnavailableError(NO_MORE)
-        self._task = asyncio.current_task()
+        super().__enter__()
         options, call_later = self._lifetime.options, self._lifetime.call_later
         self._timers = [
             call_later(options.queue_timeout, self.cut, "queue"),
             call_later(options.request_timeout, self.cut, "timeout"),
         ]
-        self._lifetime.flights.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         for timer in self._timers:
             timer.cancel()
-        self._lifetime.flights.discard(self)
+        super().__exit__(kind, *details)
         if self._is_refused and self._task and kind is asyncio.CancelledError:
             self._task.uncancel()
             raise UnavailableError(CUT_MESSAGES[self._reason])
@@ -145,12 +160,6 @@ class Flight:
         return f"{self._name}-{self._num_requests}"
 
     def cut(self, reason: str, *, refuses: bool = True) -> None:
-        """End the request early, with the tokens that it has so far.
-
-        Args:
-            reason: `queue`, `timeout` or `shutdown`.
-            refuses: whether to cancel the request's task at once if there is no token yet.
-        """
         if refuses and not (self._has_begun or self._is_refused) and self._task:
             self._is_refused = self._task.cancel()
         self._reason = self._reason or reason
@@ -160,7 +169,7 @@ class Flight:
             task.add_done_callback(self._aborts.discard)
 
     def read(self, delta: RequestDelta) -> RequestDelta:
-        """The delta for the client, where a sample that `cut` ended has the reason `length`."""
+        """The delta for the client: a sample that `cut` ended has the reason `length`."""
         if not self._has_begun and any(sample.token_ids for sample in delta.outputs):
             self._has_begun = True
             self._timers[0].cancel()
@@ -169,12 +178,10 @@ class Flight:
         if not delta.finished:
             # The first abort came before the request was queued.
             self.cut(self._reason, refuses=False)
-        outputs = [
-            replace(sample, finish_reason="length", stop_reason=self._reason)
-            if sample.finish_reason == "abort"
-            else sample
-            for sample in delta.outputs
-        ]
+        outputs = [*delta.outputs]
+        for i, sample in enumerate(outputs):
+            if sample.finish_reason == "abort":
+                outputs[i] = replace(sample, finish_reason="length", stop_reason=self._reason)
         return replace(delta, outputs=outputs)
 
 
@@ -186,21 +193,21 @@ class PromptDelta(NamedTuple):
 
 
 async def run(
-    engine: AsyncEngine, generation: GenerationRequest, flight: Flight, most_logprobs: int
+    engine: AsyncEngine,
+    generation: GenerationRequest,
+    request: GeneratingRequest,
+    max_logprobs: int,
 ) -> AsyncGenerator[PromptDelta, None]:
     """Have the engine generate; yields the deltas of all prompts, those of one prompt in order.
 
-    Closing the generator ends the engine's requests. `flight` may end them earlier.
-
-    Args:
-        most_logprobs: the most log-probabilities of the whole answer.
+    Closing the generator ends the engine's requests, if `request` has not ended them earlier.
 
     Raises:
-        RequestError: the answer would have more than `most_logprobs` log-probabilities.
-        ForetokenError: the errors of `AsyncEngine.generate` and `Flight`, and the error that ended
-            one of the engine's requests.
+        RequestError: the answer would have more than `max_logprobs` log-probabilities.
+        ForetokenError: the errors of `AsyncEngine.generate` and `GeneratingRequest`, and the error
+            that ended one of the engine's requests.
     """
-    with written_as(generation.written), flight:
+    with client_field_names(generation.client_names), request:
         params, template = generation.params, generation.template
         logprob_counts = (generation.num_top, params.prompt_logprobs)
         is_counted = params.trace or any(value is not None for value in logprob_counts)
@@ -208,8 +215,8 @@ async def run(
             if is_counted:
                 ids = await engine.encode_chat(generation.messages, **template)
                 size = len(last_tokens(ids, params, engine.engine.limits))
-                (params,) = _bound_logprobs(engine, generation, [size], most_logprobs)
-            name = flight.new_name()
+                (params,) = _bound_logprobs(engine, generation, [size], max_logprobs)
+            name = request.new_name()
             streams = [engine.chat(generation.messages, params, name, deltas=True, **template)]
         else:
             prompts = await asyncio.gather(
@@ -218,10 +225,10 @@ async def run(
             prompt_params = [params] * len(prompts)
             if is_counted:
                 sizes = [len(prompt["prompt_token_ids"]) for prompt in prompts]
-                prompt_params = _bound_logprobs(engine, generation, sizes, most_logprobs)
+                prompt_params = _bound_logprobs(engine, generation, sizes, max_logprobs)
             streams = [
-                engine.generate(prompt, its_params, flight.new_name(), deltas=True)
-                for prompt, its_params in zip(prompts, prompt_params, strict=True)
+                engine.generate(prompt, bounded_params, request.new_name(), deltas=True)
+                for prompt, bounded_params in zip(prompts, prompt_params, strict=True)
             ]
         is_single = len(streams) == 1
         merged: AsyncGenerator[Any, None] = streams[0] if is_single else _merge(streams)
@@ -230,19 +237,16 @@ async def run(
                 number, delta = (0, item) if is_single else item
                 if delta.error is not None:
                     raise delta.error
-                yield PromptDelta(number, flight.read(delta))
+                yield PromptDelta(number, request.read(delta))
 
 
 async def _prepare_prompt(
     engine: AsyncEngine, prompt: Any, generation: GenerationRequest, is_counted: bool
 ) -> Any:
-    """A prompt for the engine: unchanged, or as token ids with the text that the answer may echo.
+    """A prompt for the engine: unchanged, or as token ids with the text for `echo`.
 
-    Token ids are needed to count log-probabilities, to cut the prompt, or to leave out special
-    tokens at its start.
-
-    Args:
-        is_counted: whether the answer's log-probabilities must be counted.
+    Token ids are needed to count log-probabilities (`is_counted`), to truncate the prompt, or to
+    encode it without special tokens.
     """
     params, is_text = generation.params, isinstance(prompt, str)
     is_cut, adds_special = params.truncate_prompt_tokens is not None, generation.add_special_tokens
@@ -261,15 +265,10 @@ async def _prepare_prompt(
 def _bound_logprobs(
     engine: AsyncEngine, generation: GenerationRequest, sizes: Sequence[int], limit: int
 ) -> list[SamplingParams]:
-    """The parameters of each prompt, such that the answer has at most `limit` log-probabilities.
+    """The parameters of each prompt; `RequestError` for more than `limit` log-probabilities.
 
-    If the request leaves `max_tokens` out, it becomes as large as `limit` allows.
-
-    Args:
-        sizes: the number of tokens of each prompt.
-
-    Raises:
-        RequestError: the request would have more log-probabilities.
+    If the request has no `max_tokens`, it becomes as large as `limit` allows. `sizes` are the
+    numbers of tokens of the prompts.
     """
     params, limits = generation.params, engine.engine.limits
     per_prompt_token = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
@@ -296,7 +295,7 @@ def _bound_logprobs(
 async def _merge(
     streams: list[AsyncGenerator[RequestDelta, None]],
 ) -> AsyncGenerator[PromptDelta, None]:
-    """Deltas of several streams, as soon as any stream has one, with the index of their stream."""
+    """The deltas of several streams in order of arrival, with the index of the stream."""
     queue: asyncio.Queue[PromptDelta | Exception] = asyncio.Queue()
 
     async def pump(number: int, stream: AsyncGenerator[RequestDelta, None]) -> None:
@@ -311,8 +310,7 @@ async def _merge(
     try:
         for i, stream in enumerate(streams):
             tasks.append(asyncio.create_task(pump(i, stream)))
-            # Each stream begins with a check of its parameters, which may be long lists.
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # a stream begins with a check of parameters, which can be long
         num_left = len(tasks)
         while num_left:
             item = await queue.get()

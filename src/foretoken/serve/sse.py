@@ -1,10 +1,7 @@
 """Sending an answer, whole or as server-sent events, without blocking the event loop.
 
-Charter: the stream of one answer, from its first delta to its end, and all work on the event loop
-that grows with an answer or a body. An answer is written in slices: after `SLICE` seconds of work
-the task sleeps for the same time. The tokens of a step are sent together, unless writing them takes
-longer than a slice. A long body is read in a thread, so that Python can run other threads
-meanwhile.
+An answer is written in slices: after `SLICE` seconds of work the task sleeps for the same time. The
+tokens of a step are sent together, unless writing them takes longer than a slice.
 """
 
 from __future__ import annotations
@@ -26,21 +23,19 @@ from foretoken.serve.errors import Refusal, refusal
 from foretoken.serve.running import PromptDelta
 
 SLICE = 0.002
-"""Seconds of work on an answer, and then of sleep. The engine's thread takes the interpreter many
-times in a step. Each time it waits for the rest of a slice, except while the task sleeps."""
-LONG_BODY = 2**15
-"""Bytes from which a body counts as long. Reading a body of this size takes a millisecond or two,
-starting a thread 0.1 ms."""
+"""Seconds. The engine's thread takes the interpreter many times in a step, and each time it waits
+for the rest of a slice of work."""
+LONG_BODY = 2**15  # bytes, which take a millisecond or two to read; starting a thread takes 0.1 ms
 DONE = b"data: [DONE]\n\n"
 Choices = dict[int, list[Event]]
-"""All events of an answer, by the index of their choice. Writers remove the choices that they have
-written, since freeing all events at once would stall the event loop."""
+"""All events of an answer, by the index of the choice. Writers remove the choices that they have
+written, since freeing all events together would stall the event loop."""
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 class LazyList:
-    """A long list in an answer. Its items are made while they are written, and only once."""
+    """A long list in an answer, which makes items while they are written; iterate only once."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -58,7 +53,7 @@ def dumps(value: Any) -> bytes:
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of a value in pieces: one for each value of a dict and each item of `LazyList`."""
+    """The JSON of a value in pieces: one for each value of a dict and each item of a `LazyList`."""
     if isinstance(value, dict):
         prefix = b"{"
         for name, item in value.items():
@@ -77,11 +72,7 @@ def pieces(value: Any) -> Iterator[bytes]:
 
 
 async def paced(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """The parts, joined into one chunk per slice of work. After each slice the task sleeps.
-
-    Args:
-        parts: an iterator that makes the parts, which is the work.
-    """
+    """The parts, joined into one chunk per slice of work, which is to iterate over `parts`."""
     chunk: list[bytes] = []
     start = perf_counter()
     for part in parts:
@@ -94,31 +85,33 @@ async def paced(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
     yield b"".join(chunk)
 
 
-async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of `work` on a body of `size` bytes; work on a long body runs in a thread."""
+async def in_thread_if_long(
+    size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """The result of `work` on a body of `size` bytes; a thread does it for a long body."""
     if size < LONG_BODY:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
 class AnswerWriter(Protocol):
-    """How an API writes one answer: in order, and in pieces that each take little time to make."""
+    """Writes one answer of an API, in pieces that each take little time to make."""
 
     def body(self, choices: Choices, usage: Usage) -> Iterable[bytes]:
         """The whole answer."""
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterable[bytes]:
-        """Chunks of the stream for these events; none if they tell the client nothing new."""
+        """Chunks of the stream for these events; none if there is nothing to tell the client."""
 
-    def last(self, usage: Usage) -> Iterable[bytes]:
+    def end(self, usage: Usage) -> Iterable[bytes]:
         """The end of the stream."""
 
-    def failed(self, refused: Refusal) -> Iterable[bytes]:
+    def failure(self, refused: Refusal) -> Iterable[bytes]:
         """An error that ends the stream."""
 
 
 class WholeAnswer(Response):
-    """A response of JSON that is complete before its first byte is sent, and is sent in parts."""
+    """A response of JSON that is complete before its first byte is sent."""
 
     media_type = "application/json"
 
@@ -127,7 +120,7 @@ class WholeAnswer(Response):
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the parts; each waits until the client has read most of the parts before it."""
+        # `send` waits until the client has read most of the parts before.
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         *parts, last = self._parts
         for part in parts:
@@ -138,30 +131,24 @@ class WholeAnswer(Response):
 class EventStream(StreamingResponse):
     """A streamed answer, which ends early if its client disconnects.
 
-    Of Starlette's response only the head is used: one task takes each delta from the engine to the
-    socket.
+    One task takes each delta from the engine to the socket; Starlette's response makes the head.
 
     Args:
         first, rest: the deltas.
-        observe: is called with each delta, to count it.
+        observe: called with each delta, to count it.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        first: PromptDelta,
-        rest: AsyncGenerator[PromptDelta, None],
-        reader: EventReader,
-        writer: AnswerWriter,
-        observe: Callable[[PromptDelta], None],
-    ) -> None:
+        self, first: PromptDelta, rest: AsyncGenerator[PromptDelta, None], reader: EventReader,
+        writer: AnswerWriter, observe: Callable[[PromptDelta], None],
+    ) -> None:  # fmt: skip
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._first, self._rest = first, rest
         self._reader, self._writer, self._observe = reader, writer, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the whole stream; in the end `rest` is closed, also if it was never read."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with aclosing(self._rest):
             with suppress(ClientDisconnect):
@@ -169,7 +156,6 @@ class EventStream(StreamingResponse):
                 await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        """Send the events of all deltas, and then the end of the stream or its error."""
         item: PromptDelta | None = self._first
         body: Message = {"type": "http.response.body", "more_body": True}
         try:
@@ -180,10 +166,10 @@ class EventStream(StreamingResponse):
                     if part:
                         await send({**body, "body": part})
                 item = await anext(self._rest, None)
-        except Exception as error:  # the status is sent, so only the stream can report it
-            last = self._writer.failed(refusal(error))
+        except Exception as error:  # the status is already sent, so the stream reports the error
+            last = self._writer.failure(refusal(error))
         else:
-            last = self._writer.last(self._reader.usage)
+            last = self._writer.end(self._reader.usage)
         async for part in paced(last):
             await send({**body, "body": part})
         await send({**body, "more_body": False})
@@ -192,8 +178,7 @@ class EventStream(StreamingResponse):
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; if the client disconnects, cancel `work` and raise `ClientDisconnect`.
 
-    `work` runs in the calling task. As in `asyncio.timeout`, this task is cancelled, and the
-    cancellation is taken back.
+    `work` runs in the calling task, which is cancelled and uncancelled as in `asyncio.timeout`.
     """
     task = cast("asyncio.Task[Any]", asyncio.current_task())
     num_cancellations, has_cancelled, is_over = task.cancelling(), False, False

@@ -1,8 +1,4 @@
-"""Deltas as events, which say what is new in each choice of an answer; and the usage of a request.
-
-Charter: the content of answers, in the same form for all APIs. A parser (`parsers/`) reads the text
-of one choice and separates content, reasoning and calls.
-"""
+"""Events, which say what is new in each choice, and the usage; in the same form for all APIs."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from foretoken.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
-from foretoken.serve.parsers.message import MessageParser, Part, Plain
+from foretoken.serve.parsers.message import MessageParser, Part, PlainParser
 from foretoken.serve.requests import GenerationRequest
 from foretoken.serve.running import PromptDelta
 
@@ -21,13 +17,12 @@ class Event(NamedTuple):
     """What is new in one choice.
 
     Attributes:
-        choice: the index of the choice: samples of the first prompt, then those of the second.
-        parts: the content, reasoning and calls in the new text; may be empty.
+        choice: the index of the choice: first the samples of the first prompt, then of the second.
+        parts: the content, reasoning and calls in the new text.
         sample: the new tokens with their details, and why the sample ended, if it has.
         echo: with `echo`, the delta that has the prompt; only in a choice's first event.
-        prompt_logprobs: of the engine; only in one event of the prompt's first choice.
-        prompt_ids: the prompt's token ids, if the request wants them; only in a choice's first
-            event.
+        prompt_logprobs: the engine's; only in one event of the prompt's first choice.
+        prompt_ids: with `return_token_ids`, the prompt's; only in a choice's first event.
     """
 
     choice: int
@@ -39,12 +34,7 @@ class Event(NamedTuple):
 
 
 class Usage:
-    """Counts of one request over HTTP, in OpenAI's shape. Cached tokens are known only at the end.
-
-    Attributes:
-        metrics: the metrics of each prompt that has ended.
-        num_reasoning: tokens of reasoning, which are also counted as output.
-    """
+    """Counts of one request over HTTP. Cached tokens are known only when a prompt has ended."""
 
     def __init__(self, generation: GenerationRequest) -> None:
         self._generation = generation
@@ -53,7 +43,6 @@ class Usage:
         self.num_reasoning = 0
 
     def count(self, delta: RequestDelta) -> None:
-        """Add the tokens of a delta, and the metrics if the prompt has ended."""
         if delta.prompt_token_ids is not None:
             self._num_prompt += len(delta.prompt_token_ids)
         for sample in delta.outputs:
@@ -64,10 +53,10 @@ class Usage:
             self.metrics.append(delta.metrics)
 
     def body(self) -> dict[str, Any]:
-        """The key `usage` of an answer."""
+        """The key `usage` of an answer in OpenAI's shape."""
         predictions = [metrics.drafters.get("prediction") for metrics in self.metrics]
         counts = [count for count in predictions if count is not None]
-        # The engine also counts drafts accepted after the token that ended the answer.
+        # The engine also counts accepted drafts after the token that ended the answer.
         accepted = min(sum(count.num_accepted_tokens for count in counts), self._num_accepted)
         rejected = sum(count.num_draft_tokens for count in counts) - accepted
         return {
@@ -86,13 +75,10 @@ class Usage:
 
     def speculation(self) -> dict[str, Any]:
         """The key `metrics` of an answer, as load generators read it; null for several samples."""
-        if (
-            len(self.metrics) != 1
-            or self._generation.params.n > 1
-            or not self._generation.num_drafts
-        ):
+        num_drafts, num_samples = self._generation.num_drafts, self._generation.params.n
+        if len(self.metrics) != 1 or num_samples > 1 or not num_drafts:
             return {"speculative_decoding": None}
-        metrics, num_drafts = self.metrics[0], self._generation.num_drafts
+        metrics = self.metrics[0]
         # By i: the steps in which at least i drafts were accepted.
         steps_by_min_accepted = [metrics.num_drafts, *metrics.accepted_per_position]
         steps_by_min_accepted += [0] * (num_drafts + 2 - len(steps_by_min_accepted))
@@ -111,53 +97,48 @@ class Usage:
 
 
 class EventReader:
-    """Turns the deltas of one request over HTTP into events, and counts their tokens in `usage`."""
+    """Turns the deltas of one request over HTTP into events, and counts tokens in `usage`."""
 
     def __init__(self, generation: GenerationRequest) -> None:
         self.usage = Usage(generation)
         self._generation = generation
-        self._parsers: dict[int, MessageParser | Plain] = {}  # by choice
-        self._prompts: dict[int, RequestDelta] = {}  # by prompt: the delta that has it
-        # By prompt: its log-probabilities, until an event has them.
-        self._rows: dict[int, Any] = {}
+        self._parsers: dict[int, MessageParser | PlainParser] = {}  # by choice
+        self._prompts: dict[int, RequestDelta] = {}  # by prompt: the delta that has the prompt
+        self._unsent_logprobs: dict[int, Any] = {}  # by prompt
 
     def read(self, item: PromptDelta) -> list[Event]:
-        """The events of a delta, one for each choice in which something is new."""
+        """The events of a delta: one for each choice that has news, or for each of its tokens."""
         (number, delta), events = item, []
         self.usage.count(delta)
         if delta.prompt_token_ids is not None:
             self._prompts[number] = delta
         if delta.prompt_logprobs is not None:
-            self._rows[number] = delta.prompt_logprobs
+            self._unsent_logprobs[number] = delta.prompt_logprobs
         for sample in delta.outputs:
             index = number * self._generation.params.n + sample.index
             parser = self._parsers.get(index)
-            echo = rows = ids = None
+            echo = logprobs = ids = None
             if parser is None:
-                parser = Plain()
+                parser, prompt = PlainParser(), self._prompts[number]
                 if self._generation.parsing is not None:
-                    parser = self._generation.parsing.new(self._prompts[number].prompt or "")
+                    parser = self._generation.parsing.new_parser(prompt.prompt or "")
                 self._parsers[index] = parser
-                echo = self._prompts[number] if self._generation.echo else None
-                shows_ids = self._generation.return_token_ids
-                ids = self._prompts[number].prompt_token_ids if shows_ids else None
+                echo = prompt if self._generation.echo else None
+                ids = prompt.prompt_token_ids if self._generation.return_token_ids else None
             if sample.index == 0:
-                rows = self._rows.pop(number, None)
+                logprobs = self._unsent_logprobs.pop(number, None)
             for piece in split_tokens(sample) if self._generation.split_tokens else (sample,):
-                events.append(Event(index, parser.feed(piece), piece, echo, rows, ids))
-                echo = rows = ids = None
-        if self._generation.parsing is not None:
-            counts = (parser.num_reasoning for parser in self._parsers.values())
-            self.usage.num_reasoning = sum(counts)
+                events.append(Event(index, parser.feed(piece), piece, echo, logprobs, ids))
+                echo = logprobs = ids = None
+        self.usage.num_reasoning = sum(each.num_reasoning for each in self._parsers.values())
         return events
 
 
 def split_tokens(sample: CompletionDelta) -> Iterator[CompletionDelta]:
-    """A delta of several tokens as one delta per token.
+    """A delta of several tokens as one delta per token; together they have the same text.
 
-    Together they have the same text as the delta. A token gets its own decoded text if the delta's
-    text continues with it. If not, for example within a character or a stop string, this text goes
-    to a later token.
+    A token gets its decoded text if the delta's text continues with that. If not, for example
+    within a character or a stop string, a later token gets this text.
     """
     remaining, last = sample.text, len(sample.token_ids) - 1
     if last < 1 or sample.logprobs is None:

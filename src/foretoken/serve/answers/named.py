@@ -1,7 +1,4 @@
-"""Answers that are streamed as named events: of `/v1/responses` and `/v1/messages`.
-
-Charter: the same steps write a stream and build the whole answer, so that they agree.
-"""
+"""Answers of `/v1/responses` and `/v1/messages`, which are streamed as events with names."""
 
 from __future__ import annotations
 
@@ -26,38 +23,31 @@ from foretoken.serve.sse import Choices, LazyList, pieces
 
 
 class NamedEvents:
-    """Writes an answer by events that each add to it; `_events` holds events that are not sent yet.
-
-    A subclass starts the answer (`_start`), adds parts (`_add_part`), notes why the model stopped
-    (`_note_stop`), and finishes the answer (`_finish`). `_extras` makes the keys of the answer that
-    the API itself does not have.
-    """
+    """Writes an answer by events that each add to it, so that a stream equals the whole answer."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self._answer, self._has_begun = answer, False
-        self._events: list[dict[str, Any]] = []
+        self._unsent_events: list[dict[str, Any]] = []
         self._trace: list[TokenTrace] | None = None
         self._is_cut = False  # the answer ended within a call
+        self._last_sample: CompletionDelta | None = None  # with the reason why the model stopped
 
     def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
-        """The whole answer, in pieces."""
         for event in choices[0]:
             self._add_event(event)
-        self._events = []  # only a stream sends them
+        self._unsent_events = []  # only a stream sends them
         self._finish(usage)
         yield from pieces(self._answer | self._extras(usage))
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
-        """The part of the stream for these events."""
         if not self._has_begun:
             self._has_begun = True
             self._start(usage)
         for event in events:
             self._add_event(event)
-        return self._written()
+        return self._send_events()
 
     def _add_event(self, event: Event) -> None:
-        """Add an event's trace and parts to the answer, and note why the sample ended."""
         if event.sample.trace is not None:
             self._trace = self._trace or []
             self._trace += event.sample.trace
@@ -66,7 +56,7 @@ class NamedEvents:
         for part in event.parts:
             self._add_part(part)
         if event.sample.finish_reason is not None:
-            self._note_stop(event.sample)
+            self._last_sample = event.sample
 
     def _start(self, usage: Usage) -> None:
         raise NotImplementedError
@@ -74,21 +64,19 @@ class NamedEvents:
     def _add_part(self, part: Part) -> None:
         raise NotImplementedError
 
-    def _note_stop(self, sample: CompletionDelta) -> None:
-        raise NotImplementedError
-
     def _finish(self, usage: Usage) -> None:
         raise NotImplementedError
 
     def _extras(self, usage: Usage) -> dict[str, Any]:
+        """The keys of the answer that the API itself does not have."""
         trace = {} if self._trace is None else {"trace": LazyList(trace_dicts(self._trace))}
         return {"metrics": usage.speculation(), **trace}
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        self._events.append({"type": kind, **fields})
+        self._unsent_events.append({"type": kind, **fields})
 
-    def _written(self) -> Iterator[bytes]:
-        events, self._events = self._events, []
+    def _send_events(self) -> Iterator[bytes]:
+        events, self._unsent_events = self._unsent_events, []
         for event in events:
             yield from named_event(event["type"], event)
 
@@ -101,11 +89,7 @@ def named_event(name: str, data: dict[str, Any]) -> Iterator[bytes]:
 
 
 def error_event(refused: Refusal, number: int) -> Iterator[bytes]:
-    """The event that ends a failed stream of the Responses API.
-
-    Args:
-        number: how many events the stream has sent before.
-    """
+    """The event that ends a failed stream of the Responses API, after `number` other events."""
     fields = {"code": refused.code, "message": refused.message, "param": refused.param}
     return named_event("error", {"type": "error", "sequence_number": number, **fields})
 
@@ -114,57 +98,41 @@ class ResponsesWriter(NamedEvents):
     """Writes an answer of `/v1/responses`: items, and the events that build them."""
 
     def __init__(self, generation: GenerationRequest, body: ResponsesBody, model: str) -> None:
-        self._num_events = 0  # made so far: the sequence number of the next one
-        self._item: dict[str, Any] = {}  # the open item; {} if none is open
-        self._reason: str | None = None  # why the model stopped
-        self._stop_detail: str | int | None = None  # such as the timeout that ended the answer
+        self._num_events = 0
+        self._item: dict[str, Any] = {}  # the item that is being written; {}: there is none
         params = generation.params
         answer: dict[str, Any] = {
-            "id": generation.answer_id("resp_"),
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": {},
-            "model": model,
-            "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": params.temperature,
+            "id": generation.answer_id("resp_"), "object": "response",
+            "created_at": int(time.time()), "status": "in_progress", "background": False,
+            "error": None, "incomplete_details": None, "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens, "metadata": {}, "model": model,
+            "output": [], "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None, "store": False, "temperature": params.temperature,
             "text": _request_field(body.text) or {"format": {"type": "text"}},
             "tool_choice": _request_field(body.tool_choice) or "auto",
             "tools": [_request_field(tool) for tool in body.tools or ()],
-            "top_p": params.top_p,
-            "truncation": "disabled",
-            "usage": None,
-        }
+            "top_p": params.top_p, "truncation": "disabled", "usage": None,
+        }  # fmt: skip
         super().__init__(answer)
 
     def _start(self, usage: Usage) -> None:
         for name in ("created", "in_progress"):
             self._emit(f"response.{name}", response={**self._answer, "output": []})
 
-    def last(self, usage: Usage) -> Iterator[bytes]:
+    def end(self, usage: Usage) -> Iterator[bytes]:
         self._finish(usage)
         answer = self._answer | self._extras(usage)
         self._emit(f"response.{answer['status']}", response=answer)
-        return self._written()
+        return self._send_events()
 
-    def failed(self, refused: Refusal) -> Iterator[bytes]:
-        yield from self._written()
+    def failure(self, refused: Refusal) -> Iterator[bytes]:
+        yield from self._send_events()
         yield from error_event(refused, self._num_events)
 
-    def _note_stop(self, sample: CompletionDelta) -> None:
-        self._reason, self._stop_detail = sample.finish_reason, sample.stop_reason
-
     def _finish(self, usage: Usage) -> None:
-        """Close the open item, and set the answer's status, usage and details of an early end."""
-        status = "completed" if self._reason == "stop" and not self._is_cut else "incomplete"
+        reason = self._last_sample and self._last_sample.finish_reason
+        stop_reason = self._last_sample and self._last_sample.stop_reason
+        status = "completed" if reason == "stop" and not self._is_cut else "incomplete"
         self._close(status)
         counts = usage.body()
         self._answer |= {
@@ -178,12 +146,12 @@ class ResponsesWriter(NamedEvents):
             },
         }
         if status == "incomplete":
-            reason = "max_output_tokens" if self._reason == "length" else self._reason
-            cut_by = {} if self._stop_detail is None else {"cut_by": self._stop_detail}
+            reason = "max_output_tokens" if reason == "length" else reason
+            cut_by = {} if stop_reason is None else {"cut_by": stop_reason}
             self._answer["incomplete_details"] = {"reason": reason, **cut_by}
 
     def _add_part(self, part: Part) -> None:
-        """Add a call as an item of its own; add text to the open item, or begin another item."""
+        """Add a call as another item; add text to the open item if that has the same kind."""
         if isinstance(part, ToolCall):
             self._close()
             call_fields = {"call_id": part.id, "name": part.name, "arguments": ""}
@@ -206,7 +174,7 @@ class ResponsesWriter(NamedEvents):
         self._append(f"response.{self._item['content'][0]['type']}", part.text)
 
     def _open(self, kind: str, prefix: str, fields: dict[str, Any]) -> None:
-        """Begin an item; its event shows it without content, which the next events bring."""
+        """Begin an item; the event has the item without content, which the next events bring."""
         head = {"id": prefix + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
         self._item = {**head, **fields}
         sent_item = {key: [] if key == "content" else value for key, value in self._item.items()}
@@ -221,7 +189,6 @@ class ResponsesWriter(NamedEvents):
         self._emit_item(f"{name}.delta", delta=text, **self._logprobs)
 
     def _close(self, status: str = "completed") -> None:
-        """End the open item, if there is one, and add it to the answer."""
         if not self._item:
             return
         item, self._item["status"] = self._item, status
@@ -256,7 +223,7 @@ class ResponsesWriter(NamedEvents):
 
 
 def _request_field(value: Any) -> Any:
-    """The value of a request's field as its answer repeats it."""
+    """The value of a request's field, which the answer repeats."""
     is_model = isinstance(value, Fields)
     return value.model_dump(by_alias=True, exclude_none=True) if is_model else value
 
@@ -271,36 +238,33 @@ class MessagesWriter(NamedEvents):
         self._is_open = False
         self._shows_reasoning = generation.include_reasoning
         answer: dict[str, Any] = {
-            "id": generation.answer_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
+            "id": generation.answer_id("msg_"), "type": "message", "role": "assistant",
+            "model": model, "content": [], "stop_reason": None, "stop_sequence": None,
             "usage": {"input_tokens": 0, "output_tokens": 0},
-        }
+        }  # fmt: skip
         super().__init__(answer)
 
     def _start(self, usage: Usage) -> None:
         message = self._answer | {"content": [], "usage": _usage(usage)}
         self._emit("message_start", message=message)
 
-    def last(self, usage: Usage) -> Iterator[bytes]:
-        """The end of the stream: why the model stopped, the usage, and the keys of `_extras`."""
+    def end(self, usage: Usage) -> Iterator[bytes]:
         self._finish(usage)
         names = {"stop_reason", "stop_sequence", "cut_by"} & self._answer.keys()
         stop = {name: self._answer[name] for name in sorted(names)}
         extras = self._extras(usage)
         self._emit("message_delta", delta=stop, usage=self._answer["usage"], **extras)
         self._emit("message_stop")
-        return self._written()
+        return self._send_events()
 
-    def failed(self, refused: Refusal) -> Iterator[bytes]:
+    def failure(self, refused: Refusal) -> Iterator[bytes]:
         return named_event("error", refused.anthropic)
 
-    def _note_stop(self, sample: CompletionDelta) -> None:
-        """Set `stop_reason` and `stop_sequence` from the engine's `finish_reason`."""
+    def _finish(self, usage: Usage) -> None:
+        self._close()
+        self._answer["usage"] = _usage(usage)
+        if (sample := self._last_sample) is None:
+            return
         reason = str(sample.finish_reason)
         is_stop_text = isinstance(sample.stop_reason, str) and reason == "stop"
         has_calls = any(block["type"] == "tool_use" for block in self._blocks)
@@ -317,7 +281,7 @@ class MessagesWriter(NamedEvents):
         return self._answer["content"]  # type: ignore[no-any-return]
 
     def _add_part(self, part: Part) -> None:
-        """Add a call as a block of its own; add text to the open block, or begin another block."""
+        """Add a call as another block; add text to the open block if that has the same kind."""
         if isinstance(part, Reasoning) and not self._shows_reasoning:
             return
         if isinstance(part, ToolCall):
@@ -349,13 +313,9 @@ class MessagesWriter(NamedEvents):
             self._emit("content_block_stop", index=len(self._blocks) - 1)
             self._is_open = False
 
-    def _finish(self, usage: Usage) -> None:
-        self._close()
-        self._answer["usage"] = _usage(usage)
-
 
 def _parsed_arguments(call: ToolCall) -> dict[str, Any]:
-    """The arguments of a call. Those of a cut call are completed as Anthropic's client does it."""
+    """The arguments of a call; if the answer's end cut them off, completed as by Anthropic."""
     text = call.arguments
     if not call.is_whole:
         try:
@@ -367,7 +327,7 @@ def _parsed_arguments(call: ToolCall) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """A number as a float that JSON can hold: 1e999 becomes the largest finite float."""
+    # JSON cannot hold an infinity: 1e999 becomes the largest finite float.
     largest = sys.float_info.max
     return max(-largest, min(float(text), largest))
 

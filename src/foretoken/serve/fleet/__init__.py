@@ -1,7 +1,6 @@
 """Replicas: several engines at one address.
 
-A `Front` (front.py) gets requests over HTTP and sends each, as a `Call` (call.py), to a `Replica`
-(replica.py), which has one engine and the application of a single server. Ray Serve starts and
-watches replicas, and carries the messages (../deployment.py, router.py). Our own server
-(command.py) or Ray Serve's proxies receive the requests for the front.
+A `Front` gets requests over HTTP, from our own server (command.py) or from Ray Serve's proxies. It
+sends each as a `Call` to a `Replica`, which has one engine and the application of a single server.
+Ray Serve starts and watches replicas, and carries the messages (../deployment.py, router.py).
 """

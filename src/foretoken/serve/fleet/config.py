@@ -1,8 +1,4 @@
-"""A fleet: models, the number of their replicas, and what a replica needs. No Ray, no torch.
-
-Charter: options and their bounds, from a command line or from the `args` of a YAML file. If the
-options do not say what a replica needs of a machine, `needs.py` computes it.
-"""
+"""Options of a fleet, from a command line or a YAML file: models and their replicas. No Ray."""
 
 from __future__ import annotations
 
@@ -17,16 +13,15 @@ from foretoken.config.checks import template_text
 from foretoken.errors import ConfigError, check_known_keys
 from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
 
-INGRESS = "foretoken-ingress"
-"""The deployment in front of the engines."""
+INGRESS = "foretoken-ingress"  # name of the deployment that receives the requests
 IMPORT_PATH = "foretoken.serve.deployment:build"
 PROXY_OPTIONS = {
     "host": "host", "port": "port", "ssl_keyfile": "ssl_keyfile", "ssl_certfile": "ssl_certfile",
     "ssl_ca_certs": "ssl_ca_certs", "ssl_cert_reqs": "ssl_ca_certs", "max_header_bytes": "",
     "io_timeout": "request_timeout_s", "root_path": "route_prefix", "allowed_hosts": "",
 }  # fmt: skip
-"""Options of a server that do not apply where Ray Serve's proxies listen, with the name of the same
-option in Ray Serve's file; empty if there is none."""
+"""Options of our own server that have no effect where Ray Serve's proxies receive the requests. The
+value is the name of the same option in Ray Serve's file; empty: Ray Serve has no such option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +29,16 @@ class ReplicaOptions:
     """How many replicas a model has, and what each needs.
 
     Attributes:
-        replicas: number of engines with this model, each in a process of its own, at one address
+        replicas: number of engines with this model, each in its own process, at one address
             (docs/scale.md); needs the extra `ray`. None: one engine, in this process, without Ray.
-        max_replicas: the most replicas. Their number then grows from `replicas` with the number of
-            requests. None: their number is fixed.
+        max_replicas: the largest number of replicas; their number grows from `replicas` with the
+            number of requests. None: the number of replicas is fixed.
         target_requests: with `max_replicas`, the mean number of queued and running requests per
             replica at which scaling aims; None: `max_num_seqs`.
-        replica_cpus: cores of a replica; a part of one is possible. None: the engine's `threads`.
-            If those are left out, too: an equal share of this machine's cores, and on a cluster 1.
-        replica_gpus: GPUs of a replica; 0.5 lets two share one. None: 1, or 1/N where
-            `memory_fraction` lets N engines share one; on a CPU 0.
+        replica_cpus: cores of a replica, also less than 1. None: the engine's `threads`; without
+            `threads` an equal share of this machine's cores, and on a cluster 1.
+        replica_gpus: GPUs of a replica; 0.5 lets two replicas share a GPU. None: 1, or 1/N where
+            `memory_fraction` lets N engines share a GPU; on a CPU 0.
         replica_memory_gib: the machine's memory for a replica. None: the memory of its weights and
             its cache, and 1.5 GiB.
     """
@@ -66,14 +61,14 @@ class ReplicaOptions:
         if self.target_requests is not None:
             check_number("target_requests", self.target_requests, 0.01, 1e6)
             if self.max_replicas is None:
-                bound = "given with max_replicas"
+                bound = "given with `max_replicas`"
                 raise ConfigError("target_requests", self.target_requests, bound)
         for name, limit in (("replica_cpus", 4096), ("replica_gpus", 64)):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 0, limit)
         gpus = self.replica_gpus
         if gpus is not None and gpus > 1:
-            remedy = "An engine computes on one GPU: give 1, or a part of one."
+            remedy = "An engine computes on one GPU: give 1, or less to share the GPU."
             raise ConfigError("replica_gpus", gpus, "at most 1", remedy)
         if self.replica_memory_gib is not None:
             check_number("replica_memory_gib", self.replica_memory_gib, 0.001, 2**20)
@@ -81,13 +76,7 @@ class ReplicaOptions:
 
 @dataclass(frozen=True, slots=True)
 class FleetModel:
-    """One model of a fleet.
-
-    Attributes:
-        engine: options of the model's engines.
-        names: names by which requests may call the model.
-        scale: the number of its replicas, and what each needs.
-    """
+    """One model of a fleet; `names` are the model's names in requests."""
 
     engine: EngineConfig
     names: tuple[str, ...]
@@ -95,7 +84,7 @@ class FleetModel:
 
     @property
     def deployment(self) -> str:
-        """The model's name in Ray Serve, without slashes and colons, which separate names there."""
+        """The model's name in Ray Serve, where slashes and colons separate names."""
         return "".join(c if c.isalnum() or c in "-_." else "-" for c in self.names[0])
 
 
@@ -104,8 +93,7 @@ class Fleet:
     """All models of one application.
 
     Attributes:
-        models: requests that name no model get the first.
-        server: options of the server.
+        models: the first one answers requests that name no model.
         grows: whether the cluster adds machines by itself. Then missing resources are no error.
     """
 
@@ -118,26 +106,23 @@ class Fleet:
             raise ConfigError("models", [], "a list with at least one model")
         seen = {INGRESS: -1}
         for number, model in enumerate(self.models):
-            with naming_place(f"models[{number}].engine"):
+            with error_place(f"models[{number}].engine"):
                 self.server.check_engine(model.engine)
             for name in {*model.names, model.deployment}:
                 if seen.setdefault(name, number) != number:
-                    remedy = "Give each a `served_model_name` of its own."
-                    raise ConfigError(f"models[{number}]", name, "a name of no other", remedy)
+                    remedy = "Give each model another `served_model_name`."
+                    bound = "a name that no other model has"
+                    raise ConfigError(f"models[{number}]", name, bound, remedy)
 
     @classmethod
     def parse(cls, args: Any) -> Fleet:
-        """A fleet from the `args` of an application in a file for `serve deploy`.
-
-        Raises:
-            ConfigError: a field is unknown or out of bounds; it names the field.
-        """
+        """A fleet from the `args` in a file for `serve deploy`, or else `ConfigError`."""
         options = _checked_map("args", args)
         check_known_keys("args", options, ("models", "server", "grows"))
-        models_given = options.get("models")
-        if not isinstance(models_given, list):
-            raise ConfigError("models", models_given, "a list of models", "See docs/scale.md.")
-        models = tuple(_read_model(f"models[{i}]", model) for i, model in enumerate(models_given))
+        items = options.get("models")
+        if not isinstance(items, list):
+            raise ConfigError("models", items, "a list of models", "See docs/scale.md.")
+        models = tuple(_read_model(f"models[{i}]", item) for i, item in enumerate(items))
         grows = options.get("grows", False)
         if not isinstance(grows, bool):
             raise ConfigError("grows", grows, "true or false")
@@ -147,11 +132,7 @@ class Fleet:
 
     @classmethod
     def read(cls, path: Path) -> Fleet:
-        """The fleet of Foretoken's application in a YAML file for `serve deploy`.
-
-        Raises:
-            ConfigError: there is no such file, or it has no such application, or several.
-        """
+        """The fleet of Foretoken's application in a YAML file, or else `ConfigError`."""
         import yaml  # type: ignore[import-untyped]
 
         try:
@@ -161,41 +142,37 @@ class Fleet:
         applications = document.get("applications") if isinstance(document, Mapping) else None
         applications = applications if isinstance(applications, list) else []
         maps = [each for each in applications if isinstance(each, Mapping)]
-        own = [each for each in maps if each.get("import_path") == IMPORT_PATH]
-        if len(own) != 1:
-            bound = f"a file with one application whose `import_path` is {IMPORT_PATH}"
-            raise ConfigError("fleet", str(path), bound, f"It has {len(own)}. See docs/scale.md.")
-        return cls.parse(own[0].get("args"))
+        fleets = [each for each in maps if each.get("import_path") == IMPORT_PATH]
+        if len(fleets) != 1:
+            bound = f"a file with one application with `import_path`: {IMPORT_PATH}"
+            remedy = f"It has {len(fleets)} of them. See docs/scale.md."
+            raise ConfigError("fleet", str(path), bound, remedy)
+        return cls.parse(fleets[0].get("args"))
 
 
 def _checked_map(name: str, value: Any) -> dict[str, Any]:
-    """The value as a dict; `ConfigError` if it is no map with texts as keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ConfigError(name, value, "a map of options by name")
     return dict(value)
 
 
-def _read_model(where: str, value: Any) -> FleetModel:
-    """A model from an item of the file's list `models`.
-
-    Args:
-        where: the item's place, as errors name it.
-    """
-    options = _checked_map(where, value)
+def _read_model(place: str, value: Any) -> FleetModel:
+    """A model from an item of the file's list `models`; `place` names the item in errors."""
+    options = _checked_map(place, value)
     scale_names = {f.name for f in fields(ReplicaOptions)}
-    check_known_keys(where, options, ("engine", "served_model_name", *sorted(scale_names)))
-    engine = _checked_map(f"{where}.engine", options.get("engine"))
-    check_known_keys(f"{where}.engine", engine, [f.name for f in fields(EngineConfig)])
+    check_known_keys(place, options, ("engine", "served_model_name", *sorted(scale_names)))
+    engine = _checked_map(f"{place}.engine", options.get("engine"))
+    check_known_keys(f"{place}.engine", engine, [f.name for f in fields(EngineConfig)])
     if "model" not in engine:
-        raise ConfigError(f"{where}.engine.model", None, "given")
+        raise ConfigError(f"{place}.engine.model", None, "given")
     names = options.get("served_model_name", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(f"{where}.served_model_name", names, "a name, or a list of names")
-    with naming_place(where):
+        raise ConfigError(f"{place}.served_model_name", names, "a name, or a list of names")
+    with error_place(place):
         scale_values = {name: options[name] for name in scale_names & options.keys()}
         scale = ReplicaOptions(**{"replicas": 1, **scale_values})
-    with naming_place(f"{where}.engine"):
+    with error_place(f"{place}.engine"):
         return fleet_model(engine, names, scale)
 
 
@@ -206,18 +183,15 @@ def fleet_model(engine: Mapping[str, Any], names: Any, scale: ReplicaOptions) ->
 
 
 def _read_server(options: dict[str, Any]) -> ServeOptions:
-    """The server's options from the file's map `server`.
-
-    Ray Serve's proxies accept the connections, so options of connections are refused.
-    """
+    """The server's options from the file's map `server`; Ray Serve's proxies accept connections."""
     names = [option.name for option in fields(ServeOptions) if option.name != "served_model_name"]
     check_known_keys("server", options, names)
     for name in PROXY_OPTIONS.keys() & options.keys():
-        proxy_name = PROXY_OPTIONS[name]
-        remedy = "Its proxies have their own."
-        if proxy_name:
-            remedy = f"Write `{proxy_name}` of Ray Serve's."
-        raise ConfigError(f"server.{name}", options[name], "left out: proxies listen", remedy)
+        bound = "left out: clients connect to Ray Serve's proxies, not to this server"
+        remedy = "Ray Serve has no such option."
+        if ray_name := PROXY_OPTIONS[name]:
+            remedy = f"Set `{ray_name}` in the part of the file that is Ray Serve's."
+        raise ConfigError(f"server.{name}", options[name], bound, remedy)
     for option in fields(ServeOptions):
         if option.name in options:
             _check_type(option, options[option.name])
@@ -225,22 +199,19 @@ def _read_server(options: dict[str, Any]) -> ServeOptions:
     if options.get("chat_template") is not None:
         name = "server.chat_template"
         options = options | {"chat_template": template_text(name, options["chat_template"])}
-    with naming_place("server"):
-        # Proxies listen where their `http_options` say, so `Host` cannot be checked here.
+    with error_place("server"):
+        # With this host `Host` is not checked: the proxies' addresses are not known here.
         return ServeOptions(**{**options, **tuples, "host": "0.0.0.0"})
 
 
 def _check_type(option: Field[Any], value: Any) -> None:
-    """Raise `ConfigError` for a value of the wrong type.
-
-    Without this check the text "no" would count as true, and one origin as a list of its letters.
-    """
+    """Without this check the text "no" would be true, and one origin a list of its letters."""
     kinds, place = str(option.type), f"server.{option.name}"
     if kinds == "bool" and not isinstance(value, bool):
         raise ConfigError(place, value, "true or false")
     is_text, is_list = isinstance(value, str), isinstance(value, list)
     if is_list and (not value or not all(isinstance(item, str) for item in value)):
-        raise ConfigError(place, value, "a list of texts, with one at least")
+        raise ConfigError(place, value, "a list of at least one text")
     if "tuple" in kinds and not is_list and not (is_text and kinds.startswith("str")):
         raise ConfigError(place, value, "a list of texts")
     if kinds.startswith("str") and "tuple" not in kinds and not is_text:
@@ -248,16 +219,12 @@ def _check_type(option: Field[Any], value: Any) -> None:
 
 
 @contextmanager
-def naming_place(where: str) -> Iterator[None]:
-    """Have a `ConfigError` raised within name its field by the place in the file.
-
-    Args:
-        where: the place to which the error's field is relative.
-    """
+def error_place(place: str) -> Iterator[None]:
+    """Have a `ConfigError` that is raised within name its field by its place in the file."""
     try:
         yield
     except ConfigError as error:
-        place = f"{where}.{error.field}"
-        raise ConfigError(place, error.value, error.bound, error.remedy) from None
+        field_place = f"{place}.{error.field}"
+        raise ConfigError(field_place, error.value, error.bound, error.remedy) from None
     except TypeError as error:
-        raise ConfigError(where, str(error), "options of the right types") from None
+        raise ConfigError(place, str(error), "options of the right types") from None

@@ -1,15 +1,11 @@
-"""What a replica needs of a machine, and whether a cluster has it. No Ray.
-
-Charter: estimates before anything is loaded, from the headers of weights and the options that size
-the cache. The replica's log shows the memory that its engine really takes.
-"""
+"""The resources that a replica needs, estimated before it loads, and whether a cluster has them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +20,17 @@ from foretoken.models.sizes import stored_sizes
 from foretoken.serve.fleet.config import FleetModel
 
 _PROCESS_GIB = 1.5
-"""Memory of a process for PyTorch, Transformers and Ray. A replica of the embedded model has 1.1
-GiB resident in all."""
+"""For PyTorch, Transformers and Ray: a replica of the embedded model has 1.1 GiB resident."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The resources of a machine that one replica needs, and gets.
+    """The resources that Ray reserves for one replica.
 
     Attributes:
         cpus: number of cores.
-        gpus: number of GPUs; less than 1 for a part of one.
+        gpus: number of GPUs; less than 1 if replicas share a GPU.
         memory: bytes of the machine's memory; 0: not known, and not reserved.
     """
 
@@ -50,38 +45,32 @@ class Needs:
         return {name: value for name, value in amounts.items() if value}
 
     def described(self) -> str:
-        """The amounts that are not 0 in words, for the user."""
         words = [f"{self.cpus:.3g} CPU", f"{self.gpus:.3g} GPU" if self.gpus else ""]
         words.append(f"{self.memory / 2**30:.1f} GiB of memory" if self.memory else "")
         return ", ".join(filter(None, words))
 
 
-def needs_of(model: FleetModel, *, has_gpus: bool) -> Needs:
-    """What a replica of this model needs.
-
-    Args:
-        has_gpus: whether the cluster has a GPU. If it has one, `device: auto` takes it.
+def compute_needs(model: FleetModel, *, has_gpus: bool) -> Needs:
+    """What a replica of this model needs; `has_gpus` tells whether the cluster has GPUs for `auto`.
 
     Raises:
         ConfigError: `device` names one GPU of several, or `replica_gpus` contradicts `device`.
     """
     engine, scale = model.engine, model.scale
     if ":" in engine.device:
-        bound = "left out, `cpu` or `cuda`: of a machine's GPUs Ray gives each replica its own"
+        bound = "left out, `cpu` or `cuda`: Ray chooses the GPU of each replica"
         raise ConfigError("device", engine.device, bound)
-    gpu_by_device = {
-        "cpu": False,
-        "auto": scale.replica_gpus != 0 and (has_gpus or scale.replica_gpus),
-    }
-    on_gpu = bool(gpu_by_device.get(engine.device, True))
     gpus = scale.replica_gpus
+    on_gpu = engine.device != "cpu"
+    if engine.device == "auto":
+        on_gpu = bool(gpus) or (gpus is None and has_gpus)
     if gpus is None:
         gpus = 1 / max(int(1 / engine.memory_fraction), 1) if on_gpu else 0
     if 0 < gpus < engine.memory_fraction <= 1 and gpus < 1:
-        remedy = "Engines that share a GPU share its memory, too: lower `memory_fraction`."
+        remedy = "Engines that share a GPU also share the GPU's memory: lower `memory_fraction`."
         raise ConfigError("replica_gpus", gpus, f"at least {engine.memory_fraction:g}", remedy)
     if bool(gpus) != on_gpu:
-        bound = "more than 0 with a GPU as `device`, and else left out or 0"
+        bound = "more than 0 with a GPU as `device`, and left out or 0 with a CPU"
         raise ConfigError("replica_gpus", gpus, bound)
     cpus = scale.replica_cpus
     if cpus is None:
@@ -95,16 +84,16 @@ def needs_of(model: FleetModel, *, has_gpus: bool) -> Needs:
 
 
 def _weight_bytes(config: EngineConfig, on_gpu: bool) -> int:
-    """Bytes of the target's and the drafts' weights on the host; 0 for files not downloaded yet.
+    """Bytes of the target's and the drafters' weights on the host; 0 for missing files.
 
-    Weights for a GPU pass through a small buffer on the host, so they count 0.
+    Weights for a GPU count 0, since they pass through a small buffer.
     """
     if on_gpu or config.load_format != "auto":
         return 0
     size = _DTYPE_BYTES[config.dtype if config.dtype != "auto" else "float32"]
     total = 0
     for name, revision in [(config.model, config.revision), *_draft_checkpoints(config)]:
-        with suppress(CheckpointError, OSError):  # not here: replicas download it
+        with suppress(CheckpointError, OSError):  # the checkpoint is not downloaded yet
             folder = folder_of(config, name, revision, weights=False)
             total += (
                 _stored_bytes(folder)
@@ -114,7 +103,7 @@ def _weight_bytes(config: EngineConfig, on_gpu: bool) -> int:
 
 
 def _stored_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint that is kept in its file's format, for native kernels; else 0."""
+    """Bytes of a checkpoint that stays in its quantised format in memory; 0 for any other."""
     if is_gguf(folder):
         return read_gguf(folder).nbytes
     config = read_config(folder)
@@ -124,7 +113,7 @@ def _stored_bytes(folder: Path) -> int:
 
 
 def _draft_checkpoints(config: EngineConfig) -> list[tuple[str, str | None]]:
-    """Names and revisions of the drafters' checkpoints, without the small ones of the package."""
+    """Names and revisions of the drafters' checkpoints, except those in this package."""
     speculation = config.speculative_config
     if speculation is None:
         return []
@@ -134,11 +123,6 @@ def _draft_checkpoints(config: EngineConfig) -> list[tuple[str, str | None]]:
     return [
         (drafter["model"], drafter.get("revision")) for drafter in drafters if drafter.get("model")
     ]
-
-
-def engine_threads(cpus: float) -> int:
-    """The number of threads of an engine that has `cpus` cores: at least one."""
-    return max(int(cpus), 1)
 
 
 def check_cluster(
@@ -152,7 +136,7 @@ def check_cluster(
     """
     free = [dict(node) for node in nodes]
     for name, (count, replica_needs) in needs.items():
-        num_placed = sum(_take_place(replica_needs, free) for _ in range(count))
+        num_placed = sum(_place_replica(replica_needs, free) for _ in range(count))
         if num_placed == count:
             continue
         keys = ("CPU", "GPU", "memory")
@@ -162,23 +146,20 @@ def check_cluster(
             key for key, value in replica_needs.resources.items()
             if value * count > totals[key] + 1e-9
         )  # fmt: skip
-        cause = f"too little {' and '.join(scarce)}" if scarce else "no machine with so much left"
-        others = f" beside the other {len(needs) - 1}" if len(needs) > 1 else ""
-        bound = f"at most {num_placed}{others}: {cause}"
+        cause = f"too little {' and '.join(scarce)}" if scarce else "no machine has so much left"
+        bound = f"at most {num_placed}: {cause}"
+        if len(needs) > 1:
+            bound = f"at most {num_placed}, with {len(needs)} models in all: {cause}"
         remedy = (
             f"A replica of {name} needs {replica_needs.described()}; the cluster's {len(nodes)} "
-            f"machines have {total.described()}. Lower `replicas`, or state less by "
-            "`replica_cpus`, `replica_gpus` or `replica_memory_gib`."
+            f"machines have {total.described()}. Lower `replicas`, `replica_cpus`, `replica_gpus` "
+            "or `replica_memory_gib`."
         )
         raise ConfigError("replicas", count, bound, remedy)
 
 
-def _take_place(needs: Needs, free: Sequence[dict[str, float]]) -> bool:
-    """Take a replica's needs from the first machine that has room; False if no machine has.
-
-    Args:
-        free: the free resources of each machine, which this reduces.
-    """
+def _place_replica(needs: Needs, free: Sequence[dict[str, float]]) -> bool:
+    """Subtract the needs from the first machine with so much free; False if there is none."""
     for node in free:
         if all(node.get(key, 0.0) >= value - 1e-9 for key, value in needs.resources.items()):
             for key, value in needs.resources.items():
@@ -189,34 +170,32 @@ def _take_place(needs: Needs, free: Sequence[dict[str, float]]) -> bool:
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:
     """The engine's options with absolute paths, for a process with another working folder."""
-    changed: dict[str, Any] = {"model": _absolute(config.model)}
-    if config.tokenizer is not None:
-        changed["tokenizer"] = _absolute(config.tokenizer)
-    speculation = config.speculative_config
-    if speculation is not None:
-        drafters = speculation.drafters
-        own_options: dict[str, Any] = _with_paths(
-            {f.name: getattr(speculation, f.name) for f in fields(speculation)}
+    changed: dict[str, Any] = _absolute_paths(
+        {"model": config.model, "tokenizer": config.tokenizer}
+    )
+    if (speculation := config.speculative_config) is not None:
+        paths: dict[str, Any] = _absolute_paths(
+            {"model": speculation.model, "suffix_corpus": speculation.suffix_corpus}
         )
-        if drafters is not None:
-            own_options["drafters"] = [{**drafter, **_with_paths(drafter)} for drafter in drafters]
-        changed["speculative_config"] = replace(speculation, **own_options)
+        if speculation.drafters is not None:
+            paths["drafters"] = [{**each, **_absolute_paths(each)} for each in speculation.drafters]
+        changed["speculative_config"] = replace(speculation, **paths)
     return replace(config, **changed)
 
 
-def _with_paths(drafter: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options of a drafter that name files, with absolute paths."""
-    names = ("model", "suffix_corpus")
-    return {name: _absolute(drafter[name]) for name in names if drafter.get(name) is not None}
+def _absolute_paths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that name files, with absolute paths."""
+    names = {"model", "tokenizer", "suffix_corpus"}
+    return {name: _absolute(options[name]) for name in names if options.get(name) is not None}
 
 
 def _absolute(name: str) -> str:
-    """The absolute path of a file that exists; other names, as those of the hub, are unchanged."""
+    """The absolute path of a file that exists; other names are unchanged, as those of the hub."""
     path = Path(name)
     return str(path.resolve()) if name not in {*BUILT_IN, *PACKAGED} and path.exists() else name
 
 
-def equal_part(cores: float, replicas: int) -> float:
-    """The cores of each replica on a machine: a whole number, or less than one."""
+def cores_per_replica(cores: float, replicas: int) -> float:
+    """An equal share of a machine's cores: rounded down to a whole number, or to 0.01 below 1."""
     share = cores / replicas
     return float(math.floor(share)) if share >= 1 else math.floor(share * 100) / 100

@@ -34,7 +34,7 @@ export async function ask(path, key, options = {}) {
   throw new ServerError(answer.status, body?.error?.message ?? `Status ${answer.status}`);
 }
 
-/** The chunks of a streamed answer, parsed, as they come. */
+/** The parsed chunks of a streamed answer, in order of arrival. */
 async function* chunks(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -78,7 +78,7 @@ function likeliest(logprobs) {
   return Object.entries(logprobs?.top_logprobs?.[0] ?? {}).sort((a, b) => b[1] - a[1]);
 }
 
-/** Have the server generate; pieces are tokens if `how.traced`, else steps; the last has the usage. @returns {AsyncGenerator<Piece>} */
+/** Have the server generate: a piece for each token if `how.traced`, else for each step, and one with the usage. @returns {AsyncGenerator<Piece>} */
 export async function* generate(settings, how, key, signal) {
   const path = settings.api === "chat" ? "v1/chat/completions" : "v1/completions";
   const body = JSON.stringify(bodyOf(settings, how));

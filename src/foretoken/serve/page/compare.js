@@ -3,7 +3,7 @@
 import { generate } from "./api.js";
 import { byId, make } from "./detail.js";
 
-const show = (name, rate) => { byId(`${name}-speed`).textContent = `${rate.toFixed(0)} tokens/s`; };
+const showSpeed = (name, rate) => { byId(`${name}-speed`).textContent = `${rate.toFixed(0)} tokens/s`; };
 
 /** Forget the last comparison. */
 export function clearComparison(verdict) {
@@ -13,7 +13,7 @@ export function clearComparison(verdict) {
 }
 
 /** Time one run. It has no trace, since the cost of a trace grows with the number of drafts. */
-async function timed(request, drafts, key, signal) {
+async function timeRun(request, drafts, key, signal) {
   const name = drafts ? "on" : "off";
   const [start, result] = [performance.now(), { text: "", tokens: 0, seconds: 0 }];
   byId(`${name}-text`).textContent = "";
@@ -24,13 +24,13 @@ async function timed(request, drafts, key, signal) {
     if (usage) result.tokens = usage.completion_tokens;
   }
   result.rate = result.tokens / result.seconds;
-  show(name, result.rate);
+  showSpeed(name, result.rate);
   return result;
 }
 
 const ratio = ({ on, off }) => on.rate / off.rate;
 
-const ENOUGH = 3; // pairs for a verdict: if all their ratios are on one side of 1, chance is unlikely
+const MIN_PAIRS = 3; // pairs for a verdict: if all their ratios are on one side of 1, chance is unlikely
 
 /** Time the request with drafts and without, in turns, and show the verdict. */
 export async function compare(request, rule, numPairs, key, signal) {
@@ -39,25 +39,25 @@ export async function compare(request, rule, numPairs, key, signal) {
     byId("verdict").textContent = `Timing: ${i + 1} of ${numPairs}`;
     const pair = {};
     for (const name of i % 2 ? ["on", "off"] : ["off", "on"]) {
-      pair[name] = await timed(request, name === "on", key, signal);
+      pair[name] = await timeRun(request, name === "on", key, signal);
     }
     pairs.push(pair);
   }
   const sorted = pairs.toSorted((a, b) => ratio(a) - ratio(b));
   const [low, middle, high] = [sorted[0], sorted[numPairs >> 1], sorted.at(-1)].map(ratio);
-  for (const name of ["on", "off"]) show(name, sorted[numPairs >> 1][name].rate);  // an odd number
-  const missing = ENOUGH - numPairs;
+  for (const name of ["on", "off"]) showSpeed(name, sorted[numPairs >> 1][name].rate);  // an odd number
+  const missing = MIN_PAIRS - numPairs;
   const verdict = missing > 0 ? "Too few for a verdict"
     : low > 1 ? "Speculation paid" : high < 1 ? "Speculation did not pay" : "No clear difference";
   const spread = missing > 0 ? `in ${numPairs} pair; ${missing} more are needed`
     : `the median of ${numPairs} pairs (${low.toFixed(2)}–${high.toFixed(2)})`;
   byId("verdict").replaceChildren(`${verdict}: `,
     make("strong", { id: "ratio" }, `${middle.toFixed(2)}×`), ` the tokens per second, ${spread}.`);
-  byId("same").textContent = sameness(request, rule, pairs.every(({ on, off }) => on.text === off.text));
+  byId("same").textContent = textVerdict(request, rule, pairs.every(({ on, off }) => on.text === off.text));
 }
 
 /** A sentence: whether both texts are the same, and whether the rule demands that they are. */
-function sameness(request, rule, isSame) {
+function textVerdict(request, rule, isSame) {
   if (rule === "synthetic") return "The rule synthetic sets what is accepted: this text means nothing.";
   const reason = request.temperature === 0 ? "at temperature 0" : rule === "coupled" && "under the rule coupled";
   if (reason && isSame) return `Both texts are the same, as they must be ${reason}.`;

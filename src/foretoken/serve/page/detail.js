@@ -25,25 +25,25 @@ const number = (value) => (value === null ? null
 const quoted = (trace) => JSON.stringify(trace.decoded_token ?? `<${trace.token_id}>`);
 
 const THRESHOLDS = { standard: "min(1, p/q)", block: "h", synthetic: "the rate that was set" };
-const STORIES = {
+const EXPLANATIONS = {
   unread: "Draft dropped: a draft before it was rejected.", plain: "Drawn by the target: no drafts here.",
   bonus: "Drawn by the target: all drafts before it were accepted.",
 };
 
 /** How a token came about, in a sentence; `replaced`: the rejected draft that the token replaces. */
-function story(trace, replaced) {
+function explanation(trace, replaced) {
   if (trace.origin === "rejected") return `Draft rejected: ${trace.reason}.`;
   if (trace.origin === "resampled") {
     return `Drawn by the target in the place of ${quoted(replaced)}, which was rejected: ${replaced.reason}.`;
   }
-  if (trace.origin !== "accepted") return STORIES[trace.origin];
+  if (trace.origin !== "accepted") return EXPLANATIONS[trace.origin];
   if (trace.threshold === null) return "Draft accepted: the target chose the same token.";
   if (trace.u < trace.threshold) return `Draft accepted: u is below ${THRESHOLDS[trace.rule]}.`;
   return "Draft accepted: with drafts after it, the rule took a longer block.";
 }
 
 /** A line from 0 to 1, with u as a mark, filled up to the threshold. */
-function test(trace) {
+function thresholdLine(trace) {
   const line = make("div", { class: "test", "aria-hidden": "true" }, make("i"), make("b"));
   line.firstChild.style.width = `${100 * trace.threshold}%`;
   line.lastChild.style.left = `${100 * trace.u}%`;
@@ -83,8 +83,8 @@ export function explain(trace, top) {
   return [
     make("p", { class: "head" }, make("code", {}, quoted(trace)), " ",
       make("b", { class: trace.origin }, trace.origin)),
-    make("p", {}, story(trace, replaced)),
-    ...(decided ? test(decided) : []),
+    make("p", {}, explanation(trace, replaced)),
+    ...(decided ? thresholdLine(decided) : []),
     make("dl", {}, ...Object.entries(facts).filter(([, value]) => value !== null)
       .map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))),
     ...(dropped.length ? [droppedTable(dropped)] : []),

@@ -6,10 +6,10 @@ import { byId, make } from "./detail.js";
 import { TracedRun, watchTokens } from "./run.js";
 
 const value = (id) => byId(id).value;
-const LIVE_MS = 1000;
+const REFRESH_MS = 1000;
 let served = null; // the server's options
 let run = null; // the last run
-let stopper = null; // stops the present run
+let aborter = null; // stops the present run
 let isDown = false;
 
 /** Show an error; "" hides it. */
@@ -33,7 +33,7 @@ function settings() {
 }
 
 /** Fill the form with this server's options. */
-function offer() {
+function fillForm() {
   const { num_drafts: maxDrafts, adapts, drafters, drafter, rules, rule } = served;
   const fill = (id, first, names, label = (name) => name) => byId(id).replaceChildren(
     make("option", { value: "" }, `default: ${first}`),
@@ -57,7 +57,7 @@ async function refresh() {
     const { now, ...options } = await (await ask("page/state", value("key"))).json();
     if (JSON.stringify(options) !== JSON.stringify(served)) {
       served = options;
-      offer();
+      fillForm();
     }
     const [drafted, accepted] = [now.num_draft_tokens, now.num_accepted_tokens];
     for (const name of ["running", "waiting"]) byId(name).textContent = now[name];
@@ -68,18 +68,18 @@ async function refresh() {
     isDown = false;
   } catch (error) {
     if (error.status === 401) byId("key").parentElement.hidden = false;
-    if (!stopper) showError(error.message);
+    if (!aborter) showError(error.message);
     isDown = true;
   }
-  byId("run").disabled = !served || stopper !== null;
+  byId("run").disabled = !served || aborter !== null;
 }
 
 /** Run the request with a trace, and then time it. */
 async function start(event) {
   event.preventDefault();
-  if (!served || stopper) return;
+  if (!served || aborter) return;
   const [request, key, numPairs] = [settings(), value("key"), Number(value("pairs"))];
-  const { signal } = (stopper = new AbortController());
+  const { signal } = (aborter = new AbortController());
   const hasDrafts = served.num_drafts > 0 && request.k !== "0";
   const isTimed = hasDrafts && numPairs > 0;
   setRunning(true);
@@ -97,7 +97,7 @@ async function start(event) {
     if (error.name === "AbortError") byId("status").textContent = "Stopped.";
     else showError(error instanceof ServerError ? error.message : String(error));
   } finally {
-    stopper = null;
+    aborter = null;
     setRunning(false);
   }
 }
@@ -116,7 +116,7 @@ function setRunning(isRunning) {
 byId("form").addEventListener("submit", start);
 byId("form").addEventListener("keydown", (event) =>
   event.key === "Enter" && (event.ctrlKey || event.metaKey) && byId("form").requestSubmit());
-byId("stop").addEventListener("click", () => stopper?.abort());
+byId("stop").addEventListener("click", () => aborter?.abort());
 byId("drafter").addEventListener("change", adaptForm);
 byId("key").addEventListener("change", refresh);
 byId("show-dropped").addEventListener("change", (event) =>
@@ -124,5 +124,5 @@ byId("show-dropped").addEventListener("change", (event) =>
 watchTokens(() => run);
 (async function watchServer() {
   if (!document.hidden) await refresh();
-  setTimeout(watchServer, LIVE_MS);
+  setTimeout(watchServer, REFRESH_MS);
 })();

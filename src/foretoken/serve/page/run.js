@@ -1,10 +1,10 @@
-/** One traced run as it arrives: the text by origin, its steps, acceptance by position. */
+/** A traced run as it arrives: the text by origin, the steps, and acceptance by position. */
 
 import { bar, byId, explain, make, tokenElement } from "./detail.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const [CELL, PITCH, WINDOW] = [14, 16, 8]; // px, px, steps: the first two as in page.css
-const EVERY = 5; // steps from one step number on the axis to the next
+const [CELL, PITCH, WINDOW] = [14, 16, 8]; // px and px as in page.css; steps of a running mean
+const LABEL_STRIDE = 5; // steps from one step number on the axis to the next
 const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "–");
 
 /** The axis for the number of tokens in a step, from 0 to `max`, with labels that do not overlap. */
@@ -27,7 +27,7 @@ export class TracedRun {
     this.numTokens = 0;
     this.sizes = []; // tokens of each step
     this.points = []; // by step: its point on the line of running means
-    this.known = new WeakMap(); // by element: the trace and likeliest tokens to explain
+    this.explained = new WeakMap(); // by element: the trace and likeliest tokens to explain
     this.start = performance.now();
     const svg = document.createElementNS(SVG, "svg");
     this.line = svg.appendChild(document.createElementNS(SVG, "polyline"));
@@ -44,10 +44,10 @@ export class TracedRun {
       return;
     }
     const shown = tokenElement(token, text);
-    this.known.set(shown, [token, top]);
+    this.explained.set(shown, [token, top]);
     const dropped = token.dropped.map((draft) => {
       const element = tokenElement(draft, (draft.decoded_token ?? "").replaceAll("\n", "⏎"), "s");
-      this.known.set(element, [draft, []]);
+      this.explained.set(element, [draft, []]);
       return element;
     });
     const endedText = token.dropped[0]?.position > token.position;
@@ -68,7 +68,7 @@ export class TracedRun {
     const steps = byId("steps");
     if (round === this.sizes.length) {
       this.sizes.push(0);
-      steps.append(make("div", { class: "step" }, ...(round % EVERY ? [] : [make("span", { class: "tick" }, round)])));
+      steps.append(make("div", { class: "step" }, ...(round % LABEL_STRIDE ? [] : [make("span", { class: "tick" }, round)])));
     }
     this.sizes[round] += 1;
     steps.lastElementChild.append(make("i", { class: origin }),
@@ -81,7 +81,6 @@ export class TracedRun {
     steps.scrollLeft = steps.scrollWidth;
   }
 
-  /** Update the figures. */
   show() {
     const sum = (name) => this.byPosition.reduce((total, row) => total + row[name], 0);
     const [steps, tokens] = [this.sizes.length, this.numTokens];
@@ -100,18 +99,18 @@ export class TracedRun {
 
 const MOVES = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
 
-/** Explain the token under the pointer, or the focused token; keys move the focus. */
+/** Explain the token under the pointer, or else the focused token; keys move the focus. */
 export function watchTokens(current) {
   const [tokens, detail] = [byId("tokens"), byId("detail")];
 
   function show(element) {
-    const known = current()?.known.get(element);
-    detail.hidden = !known;
+    const explained = current()?.explained.get(element);
+    detail.hidden = !explained;
     for (const { classList, dataset } of tokens.children) {
-      classList.toggle("same-step", Boolean(known) && dataset.round === element.dataset.round);
+      classList.toggle("same-step", Boolean(explained) && dataset.round === element.dataset.round);
     }
-    if (!known) return;
-    detail.replaceChildren(...explain(...known));
+    if (!explained) return;
+    detail.replaceChildren(...explain(...explained));
     element.setAttribute("aria-describedby", "detail");
     const at = element.getBoundingClientRect(), height = detail.scrollHeight, under = innerHeight - at.bottom;
     const below = under > Math.min(height + 10, at.top), top = below ? at.bottom + 6 : at.top - 6 - height;

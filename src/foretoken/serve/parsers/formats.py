@@ -1,9 +1,9 @@
 """How models write tool calls and reasoning, as their chat templates show; grammars of calls.
 
-Transformers has a parser of its own (`PreTrainedTokenizer.parse_response`, `ResponseParser`). It is
-not used, for four reasons: it needs a `response_template`, which few tokenizers bring; it raises
-`ValueError` for broken JSON, which is text here; it ends a call at a `</tool_call>` within a string
-of the arguments; and it reads no calls without an opening mark, as Llama 3 writes them.
+Transformers' own parser (`PreTrainedTokenizer.parse_response`) is not used, for four reasons: it
+needs a `response_template`, which few tokenizers have; it raises `ValueError` for broken JSON,
+which is text here; it ends a call at a `</tool_call>` within a string of the arguments; and it does
+not read calls without an opening mark, as Llama 3 writes them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from foretoken.errors import ConfigError, RequestError
 from foretoken.models.chat import find_template
 from foretoken.sampling.structured import as_text
 
-_TYPE_KEYS = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one of these states a type
+_TYPE_KEYS = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # each states the type of a schema
 _JSON_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}  # as templates write JSON
 THINK, END_THINK = "<think>", "</think>"
-REASONING_PARSERS = ("think", "qwen3", "deepseek_r1")
-"""Names of the only format of reasoning: the marks `<think>` and `</think>`."""
+REASONING_PARSERS = ("think", "qwen3", "deepseek_r1")  # names of one format, that of `THINK`
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +29,12 @@ class CallFormat:
     """How a family of models writes calls: as JSON between marks.
 
     Attributes:
-        opener, closer: the marks; `closer` is "" if there is none, or if it need not be read.
-        inside: white space between a mark and the JSON, as the models write it.
+        opener, closer: the marks; `closer` is "" if there is none.
+        inside: white space between a mark and the JSON.
         arguments: the key of a call's arguments.
-        is_bare: whether an answer may also begin with the JSON, without a mark.
+        is_bare: whether an answer can also begin with the JSON, without a mark.
         is_list: whether all calls are one list after one mark.
-        has_heads: whether the name may stand before the JSON, which then holds the arguments only.
+        name_can_precede: whether the name can stand before JSON that has only the arguments.
         id_length: characters of a call's id, if the template demands a length.
     """
 
@@ -45,17 +44,17 @@ class CallFormat:
     arguments: str = "arguments"
     is_bare: bool = False
     is_list: bool = False
-    has_heads: bool = False
+    name_can_precede: bool = False
     id_length: int | None = None
 
 
 FORMATS = {
     "hermes": CallFormat("<tool_call>", "</tool_call>", "\n"),
     "llama3_json": CallFormat("<|python_tag|>", arguments="parameters", is_bare=True),
-    "mistral": CallFormat("[TOOL_CALLS]", is_list=True, has_heads=True, id_length=9),
+    "mistral": CallFormat("[TOOL_CALLS]", is_list=True, name_can_precede=True, id_length=9),
 }
-# What shows a format in a template's text. Qwen 3 Coder and 3.5 have the marks of `hermes`, but XML
-# between them, which is not read.
+# Templates of Qwen 3 Coder and 3.5 have the marks of `hermes`, but XML between them, which is not
+# read.
 _TEMPLATE_PATTERNS = {
     "mistral": re.compile(r"\[TOOL_CALLS\]"),
     "hermes": re.compile(r"<tool_call>(?!.*<function=)", re.DOTALL),
@@ -69,15 +68,15 @@ class MessageFormat:
 
     Attributes:
         calls: the format of tool calls; None if it is not known.
-        reasons: whether `<think>` and `</think>` mark reasoning.
-        special: ids of special tokens by their texts. Detokenizing leaves out only these tokens.
-        has_template: whether conversations can be written as prompts at all.
+        has_reasoning: whether `<think>` and `</think>` mark reasoning.
+        special: ids of special tokens by their texts.
+        has_template: whether conversations can be written as prompts.
         summary: a line for the user: which template is used, and which formats are read.
         decode: the tokenizer's method `decode`.
     """
 
     calls: CallFormat | None = None
-    reasons: bool = False
+    has_reasoning: bool = False
     special: Mapping[str, int] = field(default_factory=dict)
     has_template: bool = True
     summary: str = field(default="", compare=False)
@@ -106,19 +105,19 @@ class MessageFormat:
                 raise ConfigError(error.field, template, error.bound) from None
             return cls(has_template=False, summary=f"{refusal} chat template.")
         if calls == "auto":
-            names = (
-                name for name, pattern in _TEMPLATE_PATTERNS.items() if pattern.search(tool_text)
-            )
-            calls = next(names, "none")
+            patterns = _TEMPLATE_PATTERNS.items()
+            calls = next((name for name, each in patterns if each.search(tool_text)), "none")
         decoder = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token.content: token_id for token_id, token in decoder.items() if token.special}
-        reasons = reasoning in REASONING_PARSERS or (reasoning == "auto" and END_THINK in text)
+        is_marked = reasoning == "auto" and END_THINK in text
+        has_reasoning = is_marked or reasoning in REASONING_PARSERS
         source = "the checkpoint's own" if template is None else "of --chat-template"
         if template is not None and text != template:
             source = f"the checkpoint's `{template}`"
-        marks = THINK if reasons else "none"
+        marks = THINK if has_reasoning else "none"
         summary = f"Chat template: {source}; tool calls: {calls}; reasoning: {marks}."
-        return cls(FORMATS.get(calls), reasons, special, summary=summary, decode=tokenizer.decode)
+        form = FORMATS.get(calls)
+        return cls(form, has_reasoning, special, summary=summary, decode=tokenizer.decode)
 
     def grammar(
         self,
@@ -130,7 +129,7 @@ class MessageFormat:
     ) -> str:
         """A Lark grammar for llguidance: a call of one of the tools, or several if `parallel`.
 
-        Each tool's schema is a grammar of its own, since its `$ref`s are relative to the schema.
+        Each schema is a separate grammar, since a `$ref` is relative to the schema that has it.
 
         Args:
             answer: the schema of an answer without calls; None: every answer has calls.
@@ -139,8 +138,8 @@ class MessageFormat:
         for i, tool in enumerate(tools):
             function = tool["function"]
             name = json.dumps(function["name"])
-            # Split into JSON's lexemes, since the lexer takes the longest lexeme that fits, and an
-            # `answer` may begin with the same characters.
+            # Split into lexemes of JSON: the lexer takes the longest lexeme that fits, and `answer`
+            # can begin with the same characters.
             head = ("{", '"name"', ": ", name, ", ", f'"{form.arguments}"', ": ")
             schema = function.get("parameters") or {"properties": {}}
             if not schema.keys() & _TYPE_KEYS:
@@ -152,8 +151,7 @@ class MessageFormat:
         opener = "" if form.is_bare else self._mark(form.opener, suffix=form.inside)
         if form.is_list:
             repetition = ' (", " body)*' if parallel else ""
-            call = f'{opener} "[" body{repetition} "]"'
-            start = "call"
+            call, start = f'{opener} "[" body{repetition} "]"', "call"
         else:
             call = f"{opener} body {self._mark(form.closer, prefix=form.inside)}"
             separator = '"; "' if form.is_bare else r'"\n"'
@@ -161,15 +159,11 @@ class MessageFormat:
         if answer is not None:
             start = f"{start} | answer"
             rules.append(f"answer: %json {answer}")
-        return "\n".join(
-            [f"start: {start}", f"call: {call}", f"body: {' | '.join(bodies)}", *rules]
-        )
+        body = " | ".join(bodies)
+        return "\n".join([f"start: {start}", f"call: {call}", f"body: {body}", *rules])
 
     def _mark(self, text: str, *, prefix: str = "", suffix: str = "") -> str:
-        """A mark as a term of Lark, with white space around it; "" for an empty mark.
-
-        A mark that is a special token is written by its id.
-        """
+        """A mark in Lark, where a special token is written by its id; "" for an empty mark."""
         if not text:
             return ""
         token = f"<[{self.special[text]}]>" if text in self.special else json.dumps(text)

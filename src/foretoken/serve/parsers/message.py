@@ -1,11 +1,11 @@
 """Reasoning and tool calls in an answer's text.
 
-Charter: a part is reported only when it is certain, and never taken back, so that events do not
-depend on how tokens were split into deltas. Text that is not a valid call of a known function is
-reported unchanged; therefore a call is reported only when its JSON is complete. There is one
-exception: if `max_tokens` ends the answer within a call, the incomplete call is reported, provided
-that its function's name is complete. Under a grammar the same holds for any end within a call.
-Where a grammar allows only calls, other text that is left at the end is not reported.
+A part is reported only when it is certain, so that events do not depend on how tokens were split
+into deltas. Text that is not a valid call of a known function is reported unchanged; therefore a
+call is reported only when its JSON is complete. One exception: if `max_tokens` ends the answer
+within a call, the incomplete call is reported if the function's name is complete. Under a grammar
+this holds for any end within a call; if the grammar allows only calls, other text that is left at
+the end is not reported.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 from foretoken.outputs import CompletionDelta
 from foretoken.serve.parsers.formats import END_THINK, THINK, CallFormat, MessageFormat
 
-_HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
-_HEAD_OF_BODY = re.compile(
+_NAME_BEFORE_JSON = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
+_MAX_NAME = 256  # characters of a name and an id before the JSON
+_CUT_CALL = re.compile(  # the name in a call's JSON, and the beginning of the arguments
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(\{.*))?',
     re.DOTALL,
 )
-_MAX_HEAD = 256  # characters of a name and an id before the arguments
-_BETWEEN = re.compile(r"[\s,:]*")
+_SEPARATORS = re.compile(r"[\s,:]*")
 _EMPTY_FORMAT = CallFormat(opener="")
 _NOT_A_CALL = (ValueError, TypeError, KeyError, RecursionError)  # raised by text that is no call
 _JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
@@ -48,12 +48,9 @@ class Reasoning(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool.
+    """A call of a tool, the `number`th of its choice; `arguments` are the JSON text of an object.
 
-    Attributes:
-        number: the index of the call among the calls of its choice.
-        arguments: the JSON text of an object.
-        is_whole: False if the answer ended within the call, so that `arguments` is incomplete.
+    If the answer ended within the call, `is_whole` is False, and `arguments` are incomplete.
     """
 
     number: int
@@ -64,7 +61,7 @@ class ToolCall(NamedTuple):
 
 
 def call_fields(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as a chat's message has it, in requests and in answers."""
+    """A call in a chat's message, of a request or of an answer."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
@@ -74,53 +71,51 @@ Part = Content | Reasoning | ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """Which parts to look for in an answer's text.
+    """Options of a parser of an answer's text.
 
     Attributes:
-        names: the functions that may be called; (): there are no calls to look for.
-        reasons: whether to look for reasoning.
+        names: the functions that can be called; (): calls are not looked for.
+        has_reasoning: whether to look for reasoning.
         parallel: whether to read more than one call.
-        hidden: texts of special tokens, which are removed from the answer's text.
-        is_forced: a grammar allows only calls.
-        is_either: a grammar allows calls or a text; an answer that begins as text has no calls.
-        decode: returns the text of token ids, as the answer has it.
+        hidden: texts of special tokens, which the parser removes from the text.
+        only_calls: a grammar allows only calls.
+        calls_or_text: a grammar allows calls or a text; an answer that begins as text has no calls.
+        decode: returns the text of token ids as in the answer.
     """
 
     format: MessageFormat
     names: tuple[str, ...] = ()
-    reasons: bool = False
+    has_reasoning: bool = False
     parallel: bool = True
     hidden: tuple[str, ...] = ()
-    is_forced: bool = False
-    is_either: bool = False
+    only_calls: bool = False
+    calls_or_text: bool = False
     decode: Callable[[list[int]], str] = field(default=lambda ids: "", compare=False)
 
     @classmethod
     def for_format(
-        cls, form: MessageFormat, names: Sequence[str], *, reasons: bool, parallel: bool
+        cls, form: MessageFormat, names: Sequence[str], *, has_reasoning: bool, parallel: bool
     ) -> Parsing:
-        """What to look for in answers of a model that writes in this format.
+        """Options for a model that writes in this format.
 
-        If a mark is a special token, the text must keep all special tokens, so that the parser sees
-        the mark. `hidden` then has the other special tokens, which the parser removes.
-
-        Args:
-            names, reasons, parallel: see the attributes.
+        If a mark is a special token, the engine must leave all special tokens in the text. `hidden`
+        then has those that are no marks.
         """
-        marks = [THINK, END_THINK] if reasons else []
+        marks = [THINK, END_THINK] if has_reasoning else []
         if names and form.calls:
             marks += [form.calls.opener, form.calls.closer]
         hides = any(mark in form.special for mark in marks)
         hidden = tuple(text for text in form.special if text not in marks) if hides else ()
-        return cls(form, tuple(names), reasons, parallel, hidden)
+        return cls(form, tuple(names), has_reasoning, parallel, hidden)
 
-    def new(self, prompt: str) -> MessageParser:
-        """A parser for one choice. The reasoning has begun if the prompt ends with its mark."""
-        return MessageParser(self, is_open=self.reasons and prompt.rstrip().endswith(THINK))
+    def new_parser(self, prompt: str) -> MessageParser:
+        """A parser for one choice; the prompt may end with the mark that begins the reasoning."""
+        in_reasoning = self.has_reasoning and prompt.rstrip().endswith(THINK)
+        return MessageParser(self, in_reasoning=in_reasoning)
 
 
-class Plain:
-    """Has the interface of `MessageParser`, but reads all text as content."""
+class PlainParser:
+    """Has the interface of `MessageParser`, but reports all text as content."""
 
     num_reasoning = 0
 
@@ -129,38 +124,35 @@ class Plain:
 
 
 class MessageParser:
-    """Reads the text of one choice. Its state is the method that reads the next text.
+    """Reads the text of one choice; `_state` is the method that reads the next text.
 
-    Such a method gets `is_last`, whether the answer ends with the text so far. It returns True if
-    the (perhaps changed) state can read on at once, and False if it needs more text.
+    Such a method gets `is_last`: whether the answer ends with the text that has come. It returns
+    True if `_state` can read the rest of the text, and False if it needs more text.
     """
 
-    def __init__(self, parsing: Parsing, *, is_open: bool = False) -> None:
+    def __init__(self, parsing: Parsing, *, in_reasoning: bool = False) -> None:
         self._parsing = parsing
         self._call_format = (parsing.format.calls if parsing.names else None) or _EMPTY_FORMAT
-        self._state = MessageParser._read_reasoning if is_open else MessageParser._read_lead
+        self._state = MessageParser._read_reasoning if in_reasoning else MessageParser._read_space
         self._text = ""  # not yet reported
         self._parts: list[Part] = []
         self._num_calls = 0
         self._has_reasoned = False
-        self._held_space = ""  # white space that is reported only if text follows
-        self._json_end = _JsonEnd()
+        self._unreported_space = ""  # white space that is reported only if text follows
+        self._scanner = _JsonScanner()
         self._text_marks = (*filter(None, (self._call_format.opener,)), *parsing.hidden)
-        # What begins a call without a mark.
-        self._bare_head = '{"name": "' if parsing.is_either else "{"
+        # The beginning of a call without a mark.
+        self._bare_start = '{"name": "' if parsing.calls_or_text else "{"
         self._reasoning_marks = (END_THINK, *parsing.hidden)
-        self.num_reasoning = 0  # tokens of the reasoning so far, including its marks
-        self._reasoning_count = ReasoningCount(parsing.decode) if parsing.reasons else None
+        self.num_reasoning = 0  # tokens of the reasoning that has come, including its marks
+        self._counter = _ReasoningCounter(parsing.decode) if parsing.has_reasoning else None
 
     def feed(self, sample: CompletionDelta) -> Sequence[Part]:
-        """The parts that are certain after this delta.
-
-        A delta with `finish_reason` brings all parts that are left.
-        """
+        """The parts that are certain after this delta; after the last delta, all that are left."""
         self._text += sample.text
-        num_tokens = self._reasoning_count.add(sample) if self._reasoning_count else 0
+        num_tokens = self._counter.add(sample) if self._counter else 0
         is_last = sample.finish_reason is not None
-        has_grammar = self._parsing.is_forced or self._parsing.is_either
+        has_grammar = self._parsing.only_calls or self._parsing.calls_or_text
         is_cut = is_last and (has_grammar or sample.finish_reason == "length")
         self._run_states(is_last and not is_cut)
         if is_cut:
@@ -170,8 +162,8 @@ class MessageParser:
         if self._state is MessageParser._read_reasoning:
             self.num_reasoning = num_tokens
         elif self._state is MessageParser._read_text:
-            self._reasoning_count = None
-        parts, self._parts = merged(self._parts), []
+            self._counter = None
+        parts, self._parts = join_parts(self._parts), []
         return parts
 
     def _run_states(self, is_last: bool) -> None:
@@ -179,35 +171,27 @@ class MessageParser:
             pass
 
     def _allows_only_calls(self) -> bool:
-        """Whether the grammar allows only calls at this place of the answer.
-
-        With `is_either` it does after a call, and where a call or its mark has begun.
-        """
-        if self._parsing.is_forced or self._state is MessageParser._read_text:
-            return self._parsing.is_forced
-        may_begin_call = any(mark.startswith(self._text) for mark in self._text_marks if self._text)
-        return (
-            bool(self._num_calls) or may_begin_call or self._state is not MessageParser._read_lead
-        )
+        """Whether the grammar allows only calls here: always, or since a call or its mark began."""
+        if self._parsing.only_calls or self._state is MessageParser._read_text:
+            return self._parsing.only_calls
+        if self._num_calls or self._state is not MessageParser._read_space:
+            return True
+        return any(mark.startswith(self._text) for mark in self._text_marks if self._text)
 
     def _report_cut_calls(self) -> bool:
-        """Report the calls in the JSON that the answer's end cut off; False if there are none."""
-        json_end = self._json_end
-        if (
-            self._state is not MessageParser._read_call
-            or json_end.start is None
-            or json_end.is_broken
-        ):
+        """Report the calls in JSON that the answer's end cuts off; False if there are none."""
+        scanner, in_call = self._scanner, self._state is MessageParser._read_call
+        if not in_call or scanner.start is None or scanner.is_broken:
             return False
-        text, calls = self._text[json_end.start :], list[tuple[str, str, bool]]()
-        if json_end.name is not None:
-            calls.append((json_end.name, text, False))
+        text, calls = self._text[scanner.start :], list[tuple[str, str, bool]]()
+        if scanner.name is not None:
+            calls.append((scanner.name, text, False))
         else:
             items, rest = _json_items(text if text[0] == "[" else f"[{text}")
             with suppress(*_NOT_A_CALL):
                 calls += [(*_read_call_object(item), True) for item in items]
-                if head := _HEAD_OF_BODY.match(rest):
-                    calls.append((json.loads(head[1]), head[2] or "", False))
+                if match := _CUT_CALL.match(rest):
+                    calls.append((json.loads(match[1]), match[2] or "", False))
         if not all(name in self._parsing.names for name, _, _ in calls):
             return False
         for name, arguments, is_whole in calls if self._parsing.parallel else calls[:1]:
@@ -215,7 +199,10 @@ class MessageParser:
         return bool(calls)
 
     def _report_call(self, name: str, arguments: str, *, is_whole: bool = True) -> None:
-        call_id = _new_id(self._call_format)
+        call_id, length = f"call_{secrets.token_hex(12)}", self._call_format.id_length
+        if length is not None:
+            letters = string.ascii_letters + string.digits
+            call_id = "".join(secrets.choice(letters) for _ in range(length))
         self._parts.append(ToolCall(self._num_calls, call_id, name, arguments, is_whole))
         self._num_calls += 1
 
@@ -223,49 +210,47 @@ class MessageParser:
         if text:
             self._parts.append(kind(text))
 
-    def _read_lead(self, is_last: bool) -> bool:
-        """Read the white space at the answer's beginning, after the reasoning or after a call."""
+    def _read_space(self, is_last: bool) -> bool:
+        """Read white space, before the answer, after the reasoning or after a call."""
         separators = ";" if self._call_format.is_bare and self._num_calls else ""
         rest = self._text.lstrip(string.whitespace + separators)
         marks = [*self._text_marks, *((THINK,) if self._can_reason else ())]
-        marks += [self._bare_head] if self._call_format.is_bare else []
+        marks += [self._bare_start] if self._call_format.is_bare else []
         if not is_last and any(mark.startswith(rest) and mark != rest for mark in marks):
             return False
         space, self._text = self._text[: len(self._text) - len(rest)], rest
         if not rest:
             if is_last and not (self._num_calls or self._has_reasoned):
-                self._report(Content, self._held_space + space)
+                self._report(Content, self._unreported_space + space)
             else:
-                self._held_space += space
+                self._unreported_space += space
             return False
         if self._can_reason and rest.startswith(THINK):
             self._text, self._state = rest[len(THINK) :], MessageParser._read_reasoning
         elif marks_here := [m for m in self._text_marks if m and rest.startswith(m)]:
             self._skip_mark(max(marks_here, key=len))
-        elif self._call_format.is_bare and rest.startswith(self._bare_head):
+        elif self._call_format.is_bare and rest.startswith(self._bare_start):
             self._skip_mark("")
         else:
             self._state = MessageParser._read_text
-            space = "" if self._has_reasoned and not self._num_calls else self._held_space + space
-            self._report(Content, space)
-        self._held_space = ""
+            if not self._has_reasoned or self._num_calls:
+                self._report(Content, self._unreported_space + space)
+        self._unreported_space = ""
         return True
 
     @property
     def _can_reason(self) -> bool:
-        return self._parsing.reasons and not (self._has_reasoned or self._num_calls)
+        return self._parsing.has_reasoning and not (self._has_reasoned or self._num_calls)
 
     def _skip_mark(self, mark: str) -> None:
-        """Skip a mark: that of a hidden token, or one that begins a call, which is read next."""
+        """Skip a hidden token, or a mark that begins a call, which is read next."""
         if mark in self._parsing.hidden:
             self._text = self._text[len(mark) :]
             return
-        self._state, self._json_end = MessageParser._read_call, _JsonEnd()
-        self._json_end.opener = mark
+        self._state, self._scanner = MessageParser._read_call, _JsonScanner(mark)
 
     def _read_text(self, is_last: bool) -> bool:
-        """Read content up to a mark."""
-        marks = self._parsing.hidden if self._parsing.is_either else self._text_marks
+        marks = self._parsing.hidden if self._parsing.calls_or_text else self._text_marks
         place, mark = _find_mark(self._text, marks, is_last)
         self._report(Content, self._text[:place])
         self._text = self._text[place:]
@@ -284,46 +269,43 @@ class MessageParser:
             return False
         self._text = self._text[place + len(mark) :]
         if mark == END_THINK:
-            if self._reasoning_count:
-                self.num_reasoning = self._reasoning_count.end(len(self._text))
-                self._reasoning_count = None
-            self._has_reasoned, self._state = True, MessageParser._read_lead
+            if self._counter:
+                self.num_reasoning = self._counter.count_until_mark(len(self._text))
+                self._counter = None
+            self._has_reasoned, self._state = True, MessageParser._read_space
         return True
 
     def _read_call(self, is_last: bool) -> bool:
         """Read the JSON of a call or of a list of calls; text that is no call becomes content."""
-        json_end, call_format = self._json_end, self._call_format
-        if json_end.start is None and not json_end.begin(self._text, call_format, is_last=is_last):
+        scanner, call_format = self._scanner, self._call_format
+        if scanner.start is None and not scanner.find_start(self._text, call_format, is_last):
             return False
-        end = json_end.find(self._text)
+        end = scanner.find_end(self._text)
         if end is None:
             if is_last:
                 self._report_as_content(len(self._text))
             return False
         parsed = None
-        if not json_end.is_broken:
-            parsed = self._parse_calls(self._text[json_end.start : end], json_end.name)
+        if not scanner.is_broken:
+            parsed = self._parse_calls(self._text[scanner.start : end], scanner.name)
         if parsed is None:
             self._report_as_content(end)
             return True
         self._text = self._text[end:]
         for name, arguments in parsed if self._parsing.parallel else parsed[:1]:
             self._report_call(name, arguments)
-        self._state = (
-            MessageParser._read_closer if self._parsing.parallel else MessageParser._drop_text
-        )
+        parallel = self._parsing.parallel
+        self._state = MessageParser._read_closer if parallel else MessageParser._drop_text
         return True
 
-    def _report_as_content(self, place: int) -> None:
-        """Report the text up to `place`, which looked like a call, as content."""
-        self._report(Content, self._text[:place])
-        self._text, self._state = self._text[place:], MessageParser._read_text
+    def _report_as_content(self, end: int) -> None:
+        self._report(Content, self._text[:end])
+        self._text, self._state = self._text[end:], MessageParser._read_text
 
     def _parse_calls(self, text: str, name: str | None) -> list[tuple[str, str]] | None:
-        """Names and arguments of the calls in a text; None if it holds anything else.
+        """Names and arguments of the calls in a text; None if the text is anything else.
 
-        Args:
-            name: the function's name, if it stood before the text; the text is then the arguments.
+        If `name` is given, the text is the arguments of this function.
         """
         try:
             json.loads(text, parse_constant=_refuse_constant)
@@ -339,13 +321,13 @@ class MessageParser:
         return calls if calls and are_known else None
 
     def _read_closer(self, is_last: bool) -> bool:
-        """Skip the mark after a call, if it is there."""
+        """Skip the mark after a call, if there is one."""
         closer, rest = self._call_format.closer, self._text.lstrip()
         if closer and rest.startswith(closer):
             self._text = rest[len(closer) :]
         elif closer and closer.startswith(rest) and not is_last:
             return False
-        self._state = MessageParser._read_lead
+        self._state = MessageParser._read_space
         return True
 
     def _drop_text(self, is_last: bool) -> bool:
@@ -353,38 +335,35 @@ class MessageParser:
         return False
 
 
-class _JsonEnd:
-    """Finds where a call's JSON begins and ends, by its brackets outside strings.
-
-    Each character is read only once, although the text grows.
+class _JsonScanner:
+    """Finds a call's JSON in a growing text that begins with a mark; reads each character once.
 
     Attributes:
-        opener: the mark at the beginning of the text.
         name: the function's name, if it stands before the JSON.
-        start: index of the JSON's first character; None until this character has come.
+        start: index of the JSON's first character; None: this character has not come.
         is_broken: whether the text cannot be a call.
     """
 
-    def __init__(self) -> None:
-        self.opener = ""
+    def __init__(self, opener: str = "") -> None:
+        self._opener = opener
         self.name: str | None = None
         self.start: int | None = None
         self.is_broken = False
         self._position = self._depth = 0
         self._in_string = False
 
-    def begin(self, text: str, call_format: CallFormat, *, is_last: bool) -> bool:
-        """Find the start; False if more text is needed."""
-        after_mark = len(self.opener)
+    def find_start(self, text: str, call_format: CallFormat, is_last: bool) -> bool:
+        """Find the start of the JSON; False if more text is needed."""
+        after_mark = len(self._opener)
         rest = text[after_mark:].lstrip()
         start = len(text) - len(rest)
-        if call_format.has_heads and rest and rest[0] not in "[{":
-            start = text.find("{", after_mark, after_mark + _MAX_HEAD)
-            is_decided = start >= 0 or is_last or len(text) >= after_mark + _MAX_HEAD
+        if call_format.name_can_precede and rest and rest[0] not in "[{":
+            start = text.find("{", after_mark, after_mark + _MAX_NAME)
+            is_decided = start >= 0 or is_last or len(text) >= after_mark + _MAX_NAME
             if not is_decided:
                 return False
-            head = _HEAD.fullmatch(text, after_mark, start) if start >= 0 else None
-            self.name, self.is_broken = head and head[1], head is None
+            match = _NAME_BEFORE_JSON.fullmatch(text, after_mark, start) if start >= 0 else None
+            self.name, self.is_broken = match and match[1], match is None
         elif not rest and not is_last:
             return False
         else:
@@ -392,7 +371,7 @@ class _JsonEnd:
         self.start = self._position = after_mark if self.is_broken else start
         return True
 
-    def find(self, text: str) -> int | None:
+    def find_end(self, text: str) -> int | None:
         """The index after the JSON, or of a character that breaks it; None if neither has come."""
         if self.is_broken:
             return self._position
@@ -416,8 +395,8 @@ class _JsonEnd:
         return None
 
 
-def merged(parts: Iterable[Part]) -> list[Part]:
-    """The parts, with neighbours joined that are both content or both reasoning."""
+def join_parts(parts: Iterable[Part]) -> list[Part]:
+    """The parts, where neighbours are joined if both are content or both are reasoning."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None
@@ -433,18 +412,18 @@ def merged(parts: Iterable[Part]) -> list[Part]:
 def _find_mark(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str]:
     """The index of the first mark in a text, and the mark.
 
-    Without a mark the result is the length of the text and "". If the text may end within a mark,
-    it is the index where this mark begins and "".
+    Without a mark the result is the length of the text and "". If the text can end within a mark
+    that more text completes, it is the index of that mark and "".
     """
-    matches = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
+    matches = [(index, -len(mark), mark) for mark in marks if (index := text.find(mark)) >= 0]
     if matches:
-        place, _, mark = min(matches)
-        return place, mark
+        index, _, mark = min(matches)
+        return index, mark
     if not is_last:
         longest = max(map(len, marks), default=1)
-        for place in range(max(len(text) - longest + 1, 0), len(text)):
-            if any(mark.startswith(text[place:]) for mark in marks):
-                return place, ""
+        for index in range(max(len(text) - longest + 1, 0), len(text)):
+            if any(mark.startswith(text[index:]) for mark in marks):
+                return index, ""
     return len(text), ""
 
 
@@ -467,17 +446,17 @@ def _read_call_object(text: str) -> tuple[str, str]:
 
 
 def _json_items(text: str) -> tuple[list[str], str]:
-    """The texts of a list's items, or of an object's keys and values in turn; and the text's rest.
+    """The items of a list, or an object's keys and values in turn, as texts; and the text's rest.
 
     The rest begins at the first item that is not complete JSON.
     """
     items, decoder = [], json.JSONDecoder()
-    position = _BETWEEN.match(text, 1).end()  # type: ignore[union-attr]
+    position = _SEPARATORS.match(text, 1).end()  # type: ignore[union-attr]
     with suppress(ValueError, RecursionError):
         while True:
             end = decoder.raw_decode(text, position)[1]
             items.append(text[position:end])
-            position = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
+            position = _SEPARATORS.match(text, end).end()  # type: ignore[union-attr]
     return items, text[position:]
 
 
@@ -485,19 +464,8 @@ def _refuse_constant(constant: str) -> None:
     raise ValueError(constant)
 
 
-def _new_id(calls: CallFormat) -> str:
-    if calls.id_length is None:
-        return f"call_{secrets.token_hex(12)}"
-    letters = string.ascii_letters + string.digits
-    return "".join(secrets.choice(letters) for _ in range(calls.id_length))
-
-
-class ReasoningCount:
-    """Counts tokens up to and including the mark that ends the reasoning.
-
-    Args:
-        decode: returns the text of token ids, as the answer has it.
-    """
+class _ReasoningCounter:
+    """Counts tokens up to and including the mark that ends the reasoning."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -505,19 +473,14 @@ class ReasoningCount:
         self._text = ""
 
     def add(self, sample: CompletionDelta) -> int:
-        """Add a delta; returns the number of tokens so far."""
+        """Add a delta; returns the number of tokens of all deltas."""
         self._ids.extend(sample.token_ids)
         self._text += sample.text
         return len(self._ids)
 
-    def end(self, num_after: int) -> int:
-        """The number of tokens up to and including the mark; the text may go on after the mark.
-
-        Leading white space is ignored, since a decoder may drop that of its first token.
-
-        Args:
-            num_after: how many characters of the text so far follow the mark.
-        """
+    def count_until_mark(self, num_after: int) -> int:
+        """The number of tokens up to the mark, which `num_after` characters follow."""
+        # A decoder may drop leading white space of the first token, so this is not counted.
         size = len(self._text[: len(self._text) - num_after].lstrip())
         counts = range(len(self._ids) if num_after else 0)
         if not counts:

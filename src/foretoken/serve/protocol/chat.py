@@ -1,7 +1,4 @@
-"""The bodies of `/v1/completions`, `/v1/chat/completions`, `/tokenize` and `/detokenize`.
-
-Messages are checked by `models/chat.py`, which knows what the template reads.
-"""
+"""The bodies of `/v1/completions`, `/v1/chat/completions`, `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -12,16 +9,13 @@ from pydantic import Field
 from foretoken.serve.protocol.common import Fields, GenerationFields, Inert, Items, TemplateFields
 from foretoken.serve.protocol.foreign import CHAT, COMPLETION, TOKENIZE, TOOL
 
+ToolMode = Literal["none", "auto", "required"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Fields):
-    """A function that the model may call.
-
-    `strict` changes nothing: forced calls always fit the schema, other calls are the model's
-    choice.
-    """
+    """A function that the model may call; `strict` has no effect: forced calls fit the schema."""
 
     foreign = TOOL
     name: FunctionName
@@ -74,7 +68,7 @@ class ChatBody(GenerationFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Items[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: ToolMode | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None

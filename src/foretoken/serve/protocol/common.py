@@ -1,8 +1,7 @@
-"""Fields that APIs share, and marks of fields that are not honoured.
+"""Names and types of the fields that APIs share; `SamplingParams` checks the values.
 
-Charter: names and types of fields. `SamplingParams` checks bounds, so that these are the same for
-all APIs. A field is honoured, `Inert` (accepted, but without effect), or in the table `foreign` of
-its object: accepted with values that would have no effect, and refused with any other value.
+A field has an effect, is `Inert` (accepted, but without effect), or is in the table `foreign` of
+the object: accepted with values that would have no effect, and refused with other values.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from foretoken.errors import RequestError
 from foretoken.foreign import Foreign, without_foreign
 from foretoken.serve.protocol.foreign import CACHE, GENERATION
 
-Inert = Annotated[Any, "inert"]
-"""A field of a public API that has no effect here: any value is accepted."""
+Inert = Annotated[Any, "inert"]  # a field of a public API that has no effect here
 REQUEST_ID = r"^[A-Za-z0-9_.:+/=@-]{1,128}$"
 RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
 Item = TypeVar("Item")
@@ -29,8 +27,7 @@ class _First(FailFast):
     __hash__ = object.__hash__
 
 
-Items = Annotated[list[Item], _First()]
-"""A list that is checked up to its first error, since every item of a long list may be wrong."""
+Items = Annotated[list[Item], _First()]  # checked up to the first error: many items can be wrong
 _MAX_KEYS = 256
 
 
@@ -43,10 +40,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_names(cls, value: Any) -> Any:
-        """Refuse an object with too many keys, or with a value that `foreign` does not accept.
-
-        Too many keys are refused by one error, since each of them could be an error of its own.
-        """
+        # Without the limit each of many unknown keys would be an error.
         if not isinstance(value, dict):
             return value
         if len(value) > _MAX_KEYS:
@@ -109,10 +103,7 @@ class ResponseFormat(Fields):
 
 
 class SamplingFields(Fields):
-    """Fields of all APIs that generate; None is always the default.
-
-    A field with the name of a field of `SamplingParams` has the same meaning.
-    """
+    """Fields of all APIs that generate, with meanings as in `SamplingParams`."""
 
     foreign = GENERATION
     model: str | None = None

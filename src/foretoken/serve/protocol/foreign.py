@@ -1,7 +1,4 @@
-"""Fields of public schemas that are accepted where they change nothing, and refused elsewhere.
-
-Charter: one table for each body, as in `foretoken/foreign.py`. null is accepted for every field.
-"""
+"""Fields of public APIs that are accepted with null or values without effect, and else refused."""
 
 from __future__ import annotations
 

@@ -51,9 +51,11 @@ class ToolResultBlock(Fields):
     cache_control: Inert = None
 
 
-ASSISTANT_BLOCKS = by_type(TextBlock, ThinkingBlock, ToolUseBlock)
-USER_BLOCKS = by_type(TextBlock, ToolResultBlock)
-TEXT_BLOCKS = by_type(TextBlock)
+BLOCKS = {  # by the role of a message
+    "assistant": by_type(TextBlock, ThinkingBlock, ToolUseBlock),
+    "user": by_type(TextBlock, ToolResultBlock),
+    "system": by_type(TextBlock),
+}
 
 
 class Turn(Fields):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from foretoken.serve.protocol.chat import Effort, Function
+from foretoken.serve.protocol.chat import Effort, Function, ToolMode
 from foretoken.serve.protocol.common import (
     Fields,
     Inert,
@@ -18,21 +18,12 @@ from foretoken.serve.protocol.common import (
 )
 from foretoken.serve.protocol.foreign import REASONING, RESPONSES, TEXT
 
-Included = Annotated[
-    list[
-        Literal[
-            "reasoning.encrypted_content",
-            "web_search_call.results",
-            "web_search_call.action.sources",
-            "file_search_call.results",
-            "code_interpreter_call.outputs",
-            "computer_call_output.output.image_url",
-            "message.input_image.image_url",
-        ]
-    ]
-    | None,
-    "inert",
-]
+_NotHere = Literal[
+    "reasoning.encrypted_content", "web_search_call.results", "web_search_call.action.sources",
+    "file_search_call.results", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url", "message.input_image.image_url",
+]  # fmt: skip
+Included = Annotated[list[_NotHere] | None, "inert"]
 """Values of `include` for things that do not exist here. `message.output_text.logprobs` is refused:
 log-probabilities exist, but this API does not show them."""
 
@@ -49,7 +40,6 @@ class InputText(Fields):
     @model_validator(mode="before")
     @classmethod
     def read_refusal(cls, value: Any) -> Any:
-        """Rename the field `refusal` of a refusal to `text`."""
         if isinstance(value, dict) and value.get("type") == "refusal":
             value = {"text" if key == "refusal" else key: value for key, value in value.items()}
         return value
@@ -155,9 +145,7 @@ class ResponsesBody(SamplingFields, InertFields):
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: Items[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | None = (
-        None
-    )
+    tool_choice: ToolMode | ChosenFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None

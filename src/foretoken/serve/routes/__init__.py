@@ -1,4 +1,4 @@
-"""Endpoints: each group has a module with a `router`; all of them read the record `Context`."""
+"""Endpoints: each group has a module with a `router`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ from dataclasses import dataclass
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.serve.metrics import Counts
-from foretoken.serve.requests import Served
+from foretoken.serve.requests import ServedModel
 from foretoken.serve.running import Lifetime
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The objects that endpoints share.
-
-    Attributes:
-        engine: the engine.
-        served: the model's names, and the options of the server.
-        counts: sums for the metrics.
-        started: the time of the server's start, in seconds since 1970.
-        lifetime: the requests under way.
-    """
+    """The objects that endpoints share; `started` is in seconds since 1970."""
 
     engine: AsyncEngine
-    served: Served
+    served: ServedModel
     counts: Counts
     started: int
     lifetime: Lifetime

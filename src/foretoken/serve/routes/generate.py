@@ -1,4 +1,4 @@
-"""Endpoints that generate: the flow from a body to an answer. Start reading at `answer`."""
+"""Endpoints that generate, and the flow from a body to an answer: see `answer`."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from foretoken.serve.answers.choices import ChatWriter, CompletionWriter
 from foretoken.serve.answers.events import Event, EventReader
 from foretoken.serve.answers.named import MessagesWriter, ResponsesWriter
 from foretoken.serve.conversions import read_messages, read_responses
-from foretoken.serve.errors import Refusal, error_responses, written_as
+from foretoken.serve.errors import Refusal, client_field_names, error_responses
 from foretoken.serve.limits import JsonRoute
-from foretoken.serve.metrics import Record
+from foretoken.serve.metrics import RequestRecord
 from foretoken.serve.protocol.chat import ChatBody, CompletionBody
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import (
     GenerationRequest,
-    Served,
+    ServedModel,
     check_size,
     read_chat,
     read_completion,
 )
 from foretoken.serve.routes import Context
-from foretoken.serve.running import Flight, PromptDelta, run
+from foretoken.serve.running import GeneratingRequest, PromptDelta, run
 from foretoken.serve.sse import (
     AnswerWriter,
     EventStream,
     WholeAnswer,
-    aside,
     dumps,
+    in_thread_if_long,
     paced,
     while_connected,
 )
 
 Body = TypeVar("Body")
-Reader = Callable[[Body, Served], GenerationRequest]
+Reader = Callable[[Body, ServedModel], GenerationRequest]
 
 
 def router(context: Context) -> APIRouter:
@@ -52,8 +52,8 @@ def router(context: Context) -> APIRouter:
     served, model = context.served, context.served.names[0]
 
     async def read(reader: Reader[Body], body: Body, request: Request) -> GenerationRequest:
-        """The request of a body. A long body is read in a thread, so that other requests go on."""
-        return await aside(len(await request.body()), _read_and_check, reader, body, served)
+        size = len(await request.body())
+        return await in_thread_if_long(size, _read_and_check, reader, body, served)
 
     @routes.post("/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -91,9 +91,9 @@ def router(context: Context) -> APIRouter:
     return routes
 
 
-def _read_and_check(read: Reader[Body], body: Body, served: Served) -> GenerationRequest:
+def _read_and_check(read: Reader[Body], body: Body, served: ServedModel) -> GenerationRequest:
     generation = read(body, served)
-    with written_as(generation.written):
+    with client_field_names(generation.client_names):
         check_size(generation, served)
     return generation
 
@@ -103,34 +103,31 @@ async def answer(
 ) -> Response:
     """Have the engine generate; returns the response with the whole answer or with its stream.
 
-    A stream's response is returned when the first tokens are there, so that a refusal before them
-    has an HTTP status of its own. A client that disconnects ends its request, before and after
-    that.
+    A stream begins with the first tokens, so that a refusal before them has its HTTP status. A
+    client that disconnects ends its request at any time.
     """
-    record, reader = Record(context.counts), EventReader(generation)
+    record, reader = RequestRecord(context.counts), EventReader(generation)
     request.state.usage, request.state.answer_id = reader.usage, generation.name  # for the log
-    flight = Flight(context.lifetime, context.engine, uuid.uuid4().hex)
-    deltas = run(context.engine, generation, flight, context.served.options.max_answer_logprobs)
+    open_request = GeneratingRequest(context.lifetime, context.engine, uuid.uuid4().hex)
+    max_logprobs = context.served.options.max_answer_logprobs
+    deltas = run(context.engine, generation, open_request, max_logprobs)
     try:
         if not generation.stream:
-            work = whole_answer(deltas, reader, writer, record)
+            work = _whole_answer(deltas, reader, writer, record)
             return WholeAnswer(await while_connected(request.receive, work))
         first = await while_connected(request.receive, _first_delta(deltas))
     except BaseException as error:
         await deltas.aclose()
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=499)  # only the log sees it
+            return Response(status_code=499)  # for the log
         raise
     return EventStream(first, deltas, reader, writer, record.observe)
 
 
-async def whole_answer(
-    deltas: AsyncGenerator[PromptDelta, None],
-    reader: EventReader,
-    writer: AnswerWriter,
-    record: Record,
-) -> list[bytes]:
-    """The bytes of a complete answer, in parts."""
+async def _whole_answer(
+    deltas: AsyncGenerator[PromptDelta, None], reader: EventReader,
+    writer: AnswerWriter, record: RequestRecord,
+) -> list[bytes]:  # fmt: skip
     choices: defaultdict[int, list[Event]] = defaultdict(list)
     async with aclosing(deltas):
         async for item in deltas:
@@ -143,4 +140,4 @@ async def whole_answer(
 async def _first_delta(deltas: AsyncGenerator[PromptDelta, None]) -> PromptDelta:
     async for item in deltas:
         return item
-    raise StepError("a request ended before it began")
+    raise StepError("the engine ended a request without a delta")

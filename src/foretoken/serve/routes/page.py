@@ -1,9 +1,4 @@
-"""The page at `/`: what speculation does to a prompt, shown token by token.
-
-The page's files are static, and fetch only from this server. `/page/state` tells the page the
-server's options. `/docs` shows the API's document as a page, which also loads only from this
-server.
-"""
+"""The page at `/`, which shows what speculation does, and `/docs`; both load only from here."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from foretoken.config import LOSSLESS_METHODS
-from foretoken.serve.access import PAGE
+from foretoken.serve.access import PAGE_FILES
 from foretoken.serve.errors import public_message
 from foretoken.serve.routes import Context
 
@@ -32,7 +27,7 @@ _HEAD = """<!doctype html>
 <meta name="color-scheme" content="light dark"><title>Foretoken: the API</title>
 <link rel="icon" href="page/icon.svg"><link rel="stylesheet" href="page/page.css">
 <header><h1>Foretoken: the API</h1><p>For programs: <a href="openapi.json">openapi.json</a></p>
-<p>What is null alone is not implemented; what may be anything changes nothing.</p>
+<p>A field of type null is not implemented; a field of type anything has no effect.</p>
 </header><main class="docs">"""
 HEADERS = {
     "Content-Security-Policy": _POLICY,
@@ -45,7 +40,7 @@ HEADERS = {
 def router(context: Context) -> APIRouter:
     """Endpoints for the page `/` and its files, for `/page/state`, and for `/docs`."""
     routes = APIRouter(tags=["page"])
-    served = _served(context)
+    options = _request_options(context)
 
     @routes.get("/page/state", response_model=None)
     async def state() -> JSONResponse:
@@ -59,21 +54,20 @@ def router(context: Context) -> APIRouter:
             "num_accepted_tokens": metrics.num_accepted_tokens,
             "failure": None if status.failure is None else public_message(status.failure),
         }
-        return JSONResponse({**served, "now": now})
+        return JSONResponse({**options, "now": now})
 
     @routes.get("/docs", response_model=None, include_in_schema=False)
     async def docs(request: Request) -> HTMLResponse:
-        """The API's document; FastAPI's own page would load scripts from another server."""
+        # FastAPI's own page would load scripts from another server.
         text = _HEAD + "".join(_sections(request.app.openapi()))
         return HTMLResponse(text, headers=HEADERS)
 
-    for path, name in PAGE.items():
+    for path, name in PAGE_FILES.items():
         routes.add_api_route(path, _file(name), response_model=None, include_in_schema=False)
     return routes
 
 
 def _file(name: str) -> Any:
-    """The endpoint that sends one file of the page; the file is read only once, here."""
     content = files("foretoken.serve").joinpath("page", name).read_bytes()
     headers = HEADERS | {"ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
     media_type = _TYPES[name.rpartition(".")[2]]
@@ -87,7 +81,7 @@ def _file(name: str) -> Any:
     return send
 
 
-def _served(context: Context) -> dict[str, Any]:
+def _request_options(context: Context) -> dict[str, Any]:
     """The part of `/page/state` that does not change: the model and the options for requests."""
     served, engine = context.served, context.engine
     speculation, limits = engine.config.speculative_config, engine.engine.limits

@@ -1,5 +1,4 @@
-"""The model: `/v1/models`, `/tokenize` and `/detokenize`, in vLLM's shapes. The server's state:
-health, load, metrics, version, and its options."""
+"""Endpoints for the model and its tokens, in vLLM's shapes, and for the server's state."""
 
 from __future__ import annotations
 
@@ -62,10 +61,8 @@ def router(context: Context) -> APIRouter:
 
 
 def _state(context: Context) -> APIRouter:
-    """Endpoints for the server's state."""
     routes = APIRouter(tags=["state"])
     collector = EngineCollector(context.engine, context.counts, context.served.names[0])
-
     tokenizer = tokenizer_facts(context.engine.engine.tokenizer)
     options = {
         "version": __version__,
@@ -90,7 +87,7 @@ def _state(context: Context) -> APIRouter:
     @routes.get("/load", response_model=None)
     async def load() -> JSONResponse:
         """The number of requests being answered."""
-        return JSONResponse({"server_load": len(context.lifetime.flights)})
+        return JSONResponse({"server_load": len(context.lifetime.open_requests)})
 
     @routes.get("/server_info", response_model=None)
     async def server_info() -> JSONResponse:
@@ -123,38 +120,29 @@ def _state(context: Context) -> APIRouter:
 
 
 def _card(context: Context, name: str) -> dict[str, Any]:
-    """What `/v1/models` lists for one name of the model."""
+    served = context.served
     return {
-        "id": name,
-        "object": "model",
-        "created": context.started,
-        "owned_by": "foretoken",
-        "root": context.served.root,
-        "parent": None,
-        "max_model_len": context.served.max_model_len,
-    }
+        "id": name, "object": "model", "created": context.started, "owned_by": "foretoken",
+        "root": served.root, "parent": None, "max_model_len": served.max_model_len,
+    }  # fmt: skip
 
 
 async def _encode(context: Context, body: TokenizeBody) -> list[int]:
-    """The token ids of a body's prompt or messages; `RequestError` unless it has one of them."""
     if (body.prompt is None) == (body.messages is None):
-        raise RequestError("prompt", body.prompt, "given, or else `messages`, and not both")
+        raise RequestError("prompt", body.prompt, "given if `messages` is left out, and only then")
     if body.messages is None:
         for name in TemplateFields.model_fields:
             if getattr(body, name) is not None:
                 raise RequestError(name, getattr(body, name), "left out without `messages`")
         check_text("prompt", body.prompt or "", context.served)
-        special = body.add_special_tokens is not False
-        return await context.engine.encode(body.prompt or "", add_special_tokens=special)
+        adds_special = body.add_special_tokens is not False
+        return await context.engine.encode(body.prompt or "", add_special_tokens=adds_special)
     check_text("messages", body.messages, context.served)
     return await context.engine.encode_chat(body.messages, **chat_options(body, context.served))
 
 
 def tokenizer_facts(tokenizer: Any | None) -> dict[str, Any]:
-    """What clients need to know of a tokenizer to count and show tokens; {} if it is None.
-
-    The chat template is the tokenizer's own. That of `--chat-template` may be private.
-    """
+    """Facts of a tokenizer for clients, with its own template: `--chat-template` may be private."""
     if tokenizer is None:
         return {}
     names = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -1,4 +1,4 @@
-"""Gumbel-max sampling of raw logits: a scan, filters if there are any, and a draw.
+"""The ops `sample` and `draft`: a scan, filters if there are any, and a draw by Gumbel noise.
 
 The scan and the draw are two launches: if the last program of a row drew, the pass would take
 longer (decision 010).
@@ -17,23 +17,17 @@ from foretoken.ops.backends.triton.launch import Call, at_most_registers, reques
 from foretoken.ops.backends.triton.noise import LN2, block_address, noise_span
 from foretoken.ops.backends.triton.records import Batch
 from foretoken.ops.backends.triton.rows import load_blocks, log2_sum, read_settings, wait_for_writes
-from foretoken.ops.backends.triton.scan import (
-    BLOCKS_PER_PROGRAM,
-    FEW_PROGRAMS,
-    scan_kernel,
-    token_address,
-)
-from foretoken.ops.backends.triton.sweep import (
-    GUESS_PROGRAMS,
-    SECOND_PARTS,
-    SWEEP_PROGRAMS,
-    guess_kernel,
-    sweep_kernel,
-)
+
+from foretoken.ops.backends.triton.scan import (  # isort: skip
+    BLOCKS_PER_PROGRAM, FEW_PROGRAMS, scan_kernel, token_address,
+)  # fmt: skip
+from foretoken.ops.backends.triton.sweep import (  # isort: skip
+    GUESS_PROGRAMS, SECOND_PARTS, SWEEP_PROGRAMS, guess_kernel, sweep_kernel,
+)  # fmt: skip
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.types import DraftCache, Noise, Rows
 
-_MANY = 512  # with more rows than this, programs of `filter_kernel` have one warp
+_MANY_ROWS = 512  # with more, programs of `filter_kernel` have one warp
 
 
 @triton.jit
@@ -69,10 +63,7 @@ def pick_kernel(
 
 
 def sample(rows: Rows, noise: Noise) -> Tensor:
-    """One token per row from softmax(logits), as the argmax of logits plus Gumbel noise; int64 [N].
-
-    See `Backend.sample`. Two launches; five more if `params.has_filters`.
-    """
+    """One token per row, int64 [N]: see `Backend.sample`. Two launches, seven with filters."""
     return draft(rows, noise, None)
 
 
@@ -107,9 +98,8 @@ def reduce_rows(call: Call, counter_B: Tensor | None = None) -> None:
     )  # fmt: skip
     if batch.scratch.filtered is None:
         return
-    call.launch(
-        filter_kernel, rows, call.width, call.blocks_padded, num_warps=1 if rows > _MANY else 4,
-    )  # fmt: skip
+    warps = 1 if rows > _MANY_ROWS else 4
+    call.launch(filter_kernel, rows, call.width, call.blocks_padded, num_warps=warps)
     # Find thresholds and masses of rows that have too many logits for a short list.
     call.launch(guess_kernel, min(GUESS_PROGRAMS, rows), call.blocks_padded)
     for sweep in range(2):

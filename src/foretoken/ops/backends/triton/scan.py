@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foretoken.ops.backends.triton.draw import q_offset
 from foretoken.ops.backends.triton.noise import TARGET_TOKEN, Address, gumbel_span
-from foretoken.ops.backends.triton.records import Batch, Q, Requests, block_top_NJ
+from foretoken.ops.backends.triton.records import Batch, Requests, block_top_NJ
 
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, GROUP, GROUPS, Settings, first_row, let_next_start, load_span, log2_sum, read_settings,
@@ -19,8 +20,8 @@ from foretoken.ops.backends.triton.rows import (  # isort: skip
 from foretoken.ops.backends.triton.rules import COUPLED
 
 BLOCKS_PER_PROGRAM = 2
-# About as many programs as one GPU runs at once. If a scan of one block per program needs no more,
-# it runs so. Otherwise only the last FEW_PROGRAMS programs let the next kernel start.
+# About as many programs as a GPU holds. If a scan of one block per program needs no more, it takes
+# one block per program. Otherwise only the last FEW_PROGRAMS programs let the next kernel start.
 FEW_PROGRAMS = tl.constexpr(4096)
 
 
@@ -32,13 +33,13 @@ def scan_kernel(
 ):  # fmt: skip
     """Programs: (request, row of it, PER blocks). Writes each block's `mass_NJ` and `best_NJ`.
 
-    Rows with filters get maxima of groups and of blocks in place of best scores. With top-k they
+    Rows with filters get maxima of groups and of blocks instead of best scores; with top-k they
     get no masses, which would be useless. The queue of `filters.py` is emptied.
 
-    DRAFT:        rows are drafts; their raw logits go to the draft cache, if there is one.
-    counter_B:    if given, it is set to 0 (`verify.py`).
-    token_stream: stream of flat noise. FLAT: slots without top-k may draw by flat noise.
-    EARLY:        the scan may overlap the previous kernel, and the next kernel may start at once.
+    counter_B:    None, or set to 0 for `verify.py`
+    token_stream: stream of flat noise. FLAT: slots without top-k can draw by flat noise
+    DRAFT:        rows are drafts; their raw logits go to the draft cache, if there is one
+    EARLY:        the scan can overlap the previous kernel, and every program lets the next start
     """
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, scratch = batch.rows, batch.scratch
@@ -71,7 +72,10 @@ def scan_kernel(
             x = load_span(rows, row, j * BLOCK, BLOCK, "evict_first")
             if DRAFT:
                 if batch.q is not None:
-                    _keep_block(x, j, settings.slot, tl.load(batch.requests.index_B + b), batch.q)
+                    index = tl.load(batch.requests.index_B + b)
+                    off = j * BLOCK + tl.arange(0, BLOCK)
+                    q_row = batch.q.logits_SKV + q_offset(batch.q, settings.slot, index)
+                    tl.store(q_row + off, x, mask=off < batch.q.V)
             if not (filtered & settings.counted):
                 mass, best = _mass_and_best(x, j * BLOCK, settings, scored, address, FLAT, FP64)
                 tl.store(scratch.mass_NJ + row * rows.NB + j, mass)
@@ -123,10 +127,3 @@ def token_address(requests: Requests, settings: Settings, b, i, token_stream, DR
         index = tl.where(coupled, 0, tl.load(requests.index_B + b).to(tl.int32))
         stream = tl.where(coupled, TARGET_TOKEN, stream)
     return Address(settings.key, tl.load(requests.position_B + b) + i, index, stream)
-
-
-@triton.jit
-def _keep_block(x, j, slot, index, q: Q):
-    """Copy block j of a draft's raw logits to the draft cache."""
-    off = j * BLOCK + tl.arange(0, BLOCK)
-    tl.store(q.logits_SKV + (slot * q.K + index) * q.V + off, x, mask=off < q.V)

@@ -7,11 +7,8 @@ and each kernel starts while the previous one ends. With 65 rows or more cuBLAS 
 small kernels between its products. With a `FeatureRule`, one more kernel makes the input of the
 first q, k and v, and one moves logits to the target's ids.
 
-Belongs here: which stacks the kernels can run, what is derived from them, and the pass. Self-checks
-decide whether its results are right, as for every backend.
-
-Shape suffixes: T packed tokens, N rows with logits, H = C hidden size, Q ids that a head drafts, V
-vocabulary, W a row of q, k and v, R as in `ops/stack.py`.
+Shape suffixes: T packed tokens, N rows with logits, H = C hidden size, Q draft ids, V vocabulary, W
+a row of q, k and v, R as in `ops/stack.py`.
 """
 
 from __future__ import annotations
@@ -23,15 +20,10 @@ import torch
 import triton
 from torch import Tensor
 
-from foretoken.ops.backends.triton.attention import (
-    MOST_NEW,
-    HeadInputs,
-    attend_new,
-    attention,
-    prepare,
-    write_new,
-)
-from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
+from foretoken.ops.backends.triton.attention import (  # isort: skip
+    MOST_NEW, HeadInputs, attend_new, attention, prepare, write_new,
+)  # fmt: skip
+from foretoken.ops.backends.triton.compiled import launch, zero_if_recording
 from foretoken.ops.backends.triton.decoder.products import Products, ResidualStream, embed
 from foretoken.ops.backends.triton.decoder.rowwise import join_kernel, spread_kernel
 from foretoken.ops.backends.triton.decoder.tiles import MOST_ROWS
@@ -53,8 +45,8 @@ _SPREAD_BLOCK = 1024
 class FusedStack:
     """The `LoadedStack` of this backend, on the stack's own weights.
 
-    Every pass may be captured in a CUDA graph. Logits by `target_ids` are written into one buffer,
-    where all other columns stay -inf: a head of 32 000 ids writes only a quarter of a row.
+    Every pass can be captured in a CUDA graph. Logits by `target_ids` are written into one buffer,
+    where all other columns stay -inf: with 32 000 draft ids only a quarter of a row is written.
 
     Args:
         positions: as in `Backend.load_stack`; angles of all positions are computed once.
@@ -82,7 +74,7 @@ class FusedStack:
         self._target_ids = None
         if stack.target_ids is not None:
             self._target_ids = stack.target_ids.to(torch.int32)
-            self._wide_NV = self._all_dropped(most_rows)
+            self._wide_NV = self._minus_inf(most_rows)
 
     @torch.no_grad()
     def run(
@@ -94,23 +86,21 @@ class FusedStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`. In the weights' dtype; the last norm has no kernel of its own."""
         output = self._run(batch, kv, aux_layers, features, logits)
         return output._replace(logits_NV=self._by_target_ids(output.logits_NV))
 
     @torch.no_grad()
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """See `LoadedStack.logits`."""
         return self._by_target_ids(self._logits(hidden_NC))
 
-    # `zero_if_noted` decorates only inner functions: it must not zero the buffer of logits.
+    # `zero_if_recording` decorates only inner functions: it must not zero the buffer of logits.
 
-    @zero_if_noted
+    @zero_if_recording
     def _logits(self, hidden_NC: Tensor) -> Tensor:
         stream = ResidualStream(self._products, hidden_NC, self.stack.norm_C)
         return stream.head(self.stack.head, None)
 
-    @zero_if_noted
+    @zero_if_recording
     def _run(
         self,
         batch: ForwardBatch,
@@ -119,7 +109,7 @@ class FusedStack:
         features: Features | None,
         logits: bool,
     ) -> ForwardOutput:
-        """`run` with logits by the head's own ids."""
+        """`run` with logits by the ids of the head, not of the target."""
         stack, rule, (token_T, _, row_N, paged, _) = self.stack, self.stack.features, batch
         layers, last = stack.layers, len(stack.layers)
         if rule is None and not logits:
@@ -160,11 +150,11 @@ class FusedStack:
     def _begin(
         self, token_T: Tensor, batch: AttentionBatch, kv: KV, features: Features | None
     ) -> tuple[ResidualStream, Tensor | None]:
-        """(the residual stream, the input of the first q, k and v or None if that is the stream).
-        Plans of attention are made here, before any kernel lets the next one start."""
+        """(the residual stream, the input of the first q, k and v; None: they read the stream)."""
         stack, rule = self.stack, self.stack.features
         if rule is not None and features is not None and not isinstance(features, Tensor):
             features = self._products.multiply(torch.cat(list(features), dim=-1), rule.fc)
+        # Plans of attention are made before any kernel lets the next one start.
         for heads, options in {(m.heads, m.options) for _, m, _, _ in stack.layers}:
             prepare(batch, len(token_T), heads, kv.keys[0], kv.values[0], options)
         input_T2C = None
@@ -196,7 +186,7 @@ class FusedStack:
             return logits_NQ
         rows, drafted = logits_NQ.shape
         fits = rows <= len(self._wide_NV)
-        wide_NV = self._wide_NV[:rows] if fits else self._all_dropped(rows)
+        wide_NV = self._wide_NV[:rows] if fits else self._minus_inf(rows)
         if rows:
             launch(
                 spread_kernel, (rows, triton.cdiv(drafted, _SPREAD_BLOCK)), logits_NQ,
@@ -205,7 +195,7 @@ class FusedStack:
             )  # fmt: skip
         return wide_NV
 
-    def _all_dropped(self, rows: int) -> Tensor:
+    def _minus_inf(self, rows: int) -> Tensor:
         return plain(self.stack.embedding).new_full((rows, self.stack.vocab_size), -torch.inf)
 
 
@@ -245,21 +235,16 @@ def _check_fit(stack: Stack) -> None:
         raise UnfitError(f"weights are {table_VC.dtype}, not bfloat16, float16 or float32")
     check_dense(stack)
     if any((m.q_norm_D is None) != (m.k_norm_D is None) for m in mixers):
-        raise UnfitError("of queries and keys only one is normed")
+        raise UnfitError("only queries or only keys have a norm, not both")
     sizes = {(m.kv_heads, m.head_size) for m in mixers}
     if (largest := max(size for _, size in sizes)) > _LARGEST_HEAD:
         raise UnfitError(f"heads of sizes up to {largest}: more than {_LARGEST_HEAD}")
     if len(sizes) > 1:
-        raise UnfitError(f"heads of sizes {sorted(sizes)}: not one size")
+        raise UnfitError(f"layers differ in (K/V heads, head size): {sorted(sizes)}")
     if names := _unsupported(stack, mixers[0]):
-        raise UnfitError(f"the kernels of a head have no {', '.join(names)}")
-    for name, weight in (
-        *_weights("embedding", table_VC),
-        *_weights("layers", stack.layers),
-        *_weights("norm", stack.norm_C),
-        *_weights("head", stack.head),
-        *_weights("features", stack.features),
-    ):
+        raise UnfitError(f"the kernels of a draft head have no {', '.join(names)}")
+    parts = "embedding", "layers", "norm_C", "head", "features"
+    for name, weight in (pair for part in parts for pair in _weights(part, getattr(stack, part))):
         same = weight.dtype is table_VC.dtype and weight.device == table_VC.device
         if not (same and weight.is_contiguous()):
             raise UnfitError(f"`{name}` is not contiguous {table_VC.dtype} on {table_VC.device}")

@@ -44,14 +44,12 @@ Out = TypeVar("Out")
 _Packer = Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]
 _Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
+# By kernel, device and keyword arguments: a packer for each nesting of the arguments.
 _packers: dict[tuple[Any, ...], list[_Packer]] = {}
-"""By kernel, device and keyword arguments: a packer for each nesting of the arguments."""
-
+# Compiled kernels, by a packer and the kinds of arguments that it returns.
 _kernels: dict[tuple[_Packer, tuple[Any, ...]], tuple[Any, ...]] = {}
-"""Compiled kernels, by a packer and the kinds of arguments that it returns."""
-
+# One object for equal kinds of a shared argument, so that launches need not hash the kinds.
 _kinds: dict[tuple[_Packer, tuple[Any, ...]], object] = {}
-"""One object for equal kinds of a shared argument, so that launches need not hash the kinds."""
 
 _compiling = threading.Lock()  # Triton has one cache manager for all threads
 
@@ -206,8 +204,7 @@ def _compile_all(jobs: list[_Launch], processes: int | None) -> None:
     compiled = [_warm_up(job) for job in jobs]
     device = driver.active.get_current_device()
     with ThreadPoolExecutor(16, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        # `run` loads a kernel; Triton 3.6 compiles C for it.
-        list(pool.map(lambda kernel: kernel.run, compiled))
+        list(pool.map(lambda kernel: kernel.run, compiled))  # loads it; Triton 3.6 compiles C here
 
 
 def _warm_up(job: _Launch) -> Any:

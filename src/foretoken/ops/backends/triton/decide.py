@@ -1,12 +1,10 @@
 """Verification after the scan: how many drafts each request accepts, and what is still pending.
 
 A program per request loads its drafts and their q while the scan is still running, waits for the
-scan's masses, and applies the request's rule (`decide_request`). Then it writes the request's
-*agenda* for `verify.py`: what is pending until the next token is known, and on which rows. So K + 1
-rows are read, then p and q of one row for each request that rejects a draft. This kernel itself
-draws where draws decide (T=0, COUPLED), or for all requests if no residual pass follows.
-
-Loads after the wait form one chain of latencies, so all that can be loaded before the wait is.
+scan's masses, and applies the request's rule. Then it writes the request's *agenda* for
+`verify.py`: what is pending until the next token is known, and on which rows. This kernel itself
+draws where draws decide (T=0, COUPLED), or for all requests if no residual pass follows. Loads
+after the wait form one chain of latencies, so all that can be loaded before the wait is.
 """
 
 from __future__ import annotations
@@ -53,9 +51,8 @@ integers, floats: of line 0
 Line = namedtuple("Line", "row position p target log_p log_q log_next")
 """A line of an agenda, or a vector of lines: one row of the request.
 
-row:       -1 if it has no residual to be summed
-position:  the position of the token that the row decides
-p, target: its `Softmax` and its `Target`
+row:       -1 if no residual of it is to be summed
+position:  of the token that the row decides
 log_p, log_q, log_next: for BLOCK: log2 p(x_i), log2 q(x_i), the next row's log2 w
 """
 
@@ -112,8 +109,8 @@ def shifted(x, by):
 
 @triton.jit
 def is_finite(x):
-    """Whether a number is finite: x - x is NaN if x is infinite or NaN."""
-    return x - x == 0
+    """Whether a number is finite."""
+    return x - x == 0  # x - x is NaN if x is infinite or NaN
 
 
 @triton.jit
@@ -191,7 +188,7 @@ token: x_i, -1 after the last
 logit: the target's edited logit of x_i; -inf if the target lacks it
 log_q: log2 q(x_i); 0 if q is one-hot, -inf if there is no draft or q lacks it
 q_threshold, q_lse: the `Softmax` of each row of q, with the scale of p
-real_q: whether q comes from the draft cache; else it is one-hot, or not read at all
+real_q: whether q is read from the draft cache; if not, it is one-hot or not needed
 u: the uniforms by which drafts are accepted
 """
 
@@ -208,11 +205,9 @@ draws_decide: p is one-hot (T=0), or p and q share their noise (COUPLED): drafts
 
 
 @triton.jit
-def decide_kernel(
-    batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agenda | None, RAGGED: tl.constexpr,
-    UNDER_BLOCK: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
+def decide_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agenda | None,
+                  RAGGED: tl.constexpr, UNDER_BLOCK: tl.constexpr, KP: tl.constexpr,
+                  NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A program per request stores how many drafts it accepts, and the next token or its agenda.
 
     agenda: None if no residual pass follows; then every token is drawn here. RAGGED: whether
@@ -247,11 +242,10 @@ def decide_kernel(
 
 
 @triton.jit
-def decide_request(
-    batch: Batch, drafts: Drafts, agenda: Agenda | None, b, RAGGED: tl.constexpr,
-    UNDER_BLOCK: tl.constexpr, RESIDUALS: tl.constexpr, CHUNK: tl.constexpr, KP: tl.constexpr,
-    NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def decide_request(batch: Batch, drafts: Drafts, agenda: Agenda | None, b, RAGGED: tl.constexpr,
+                   UNDER_BLOCK: tl.constexpr, RESIDUALS: tl.constexpr, CHUNK: tl.constexpr,
+                   KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
+                   OVERLAP: tl.constexpr):  # fmt: skip
     """The `Decision` on request b. If BLOCK needs residuals first, writes the lines of the agenda.
 
     RAGGED, UNDER_BLOCK: as in `decide_kernel`. RESIDUALS: whether residuals can be summed after
@@ -265,8 +259,8 @@ def decide_request(
     if RAGGED:
         drafted = _load_drafts(batch, drafts, request, b, i, from_p, FP64)
     else:
-        zeros, none = tl.zeros((KP,), tl.float32), tl.full((KP,), -1, tl.int64)
-        drafted = Drafted(none, zeros, zeros, zeros, zeros, False, zeros)
+        zeros, no_token = tl.zeros((KP,), tl.float32), tl.full((KP,), -1, tl.int64)
+        drafted = Drafted(no_token, zeros, zeros, zeros, zeros, False, zeros)
     wait_for_writes(OVERLAP)
     p, compact = _load_softmax(batch, request, i, KP, NBP)
     # Under a rule that this kernel lacks, rows count as not finite: the request gets no token.
@@ -371,9 +365,9 @@ def _all_lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, log
                compact, i):  # fmt: skip
     """The lines of a request under BLOCK: the rule needs the residual mass of every row.
 
-    The residual pass sums the masses of dense rows with a real q. With a one-hot q the mass follows
-    from p(x_i); under flat noise the pass still reads the row, since a draw needs its best scores.
-    The mass of a short list is summed when the rule is applied.
+    The residual pass sums the masses of dense rows with a real q, those of short lists are summed
+    when the rule is applied, and with a one-hot q the mass follows from p(x_i). Under flat noise
+    the pass reads every dense row, since a draw needs its best scores.
     """
     log_w = shifted(log_next, -1)  # 0 for row 0: nothing precedes it
     needs_pass = (i < request.num) & (drafted.log_q > float("-inf")) & (log_w > float("-inf"))

@@ -17,11 +17,12 @@ from foretoken.ops.backends.triton.noise import (  # isort: skip
     RESIDUAL_TOKEN, TARGET_TOKEN, Address, argmax_with, block_address, gumbel_at, gumbel_span, log2,
     noise_at, noise_span,
 )  # fmt: skip
-from foretoken.ops.backends.triton.records import Batch, Filtered, Q
+from foretoken.ops.backends.triton.records import Batch, Filtered, Q, Requests
 
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, CAPACITY, Settings, load_blocks, load_span, log2_sum, log2_sum_rows, zero_like,
 )  # fmt: skip
+from foretoken.ops.backends.triton.rules import COUPLED
 
 # Modes: the weights that a token is drawn with: p; p without the rejected draft (the residual of a
 # one-hot q); max(w p - q, 0) (the residual of a real q).
@@ -59,6 +60,21 @@ def q_offset(q: Q | None, slot, index):
 
 
 @triton.jit
+def token_address(requests: Requests, settings: Settings, b, i, token_stream, DRAFT: tl.constexpr):
+    """The `Address` of the noise by which row i of request b draws its token.
+
+    DRAFT: rows are drafts. Under COUPLED they use the noise by which the target will draw.
+    """
+    index = tl.full((), 0, tl.int32)
+    stream = index + token_stream
+    if DRAFT:
+        coupled = settings.rule == COUPLED
+        index = tl.where(coupled, 0, tl.load(requests.index_B + b).to(tl.int32))
+        stream = tl.where(coupled, TARGET_TOKEN, stream)
+    return Address(settings.key, tl.load(requests.position_B + b) + i, index, stream)
+
+
+@triton.jit
 def one_minus_exp2(d):
     """1 - 2^d for d < 0, else 0; by a series where digits would cancel."""
     t = d * 0.6931471805599453
@@ -80,8 +96,8 @@ def _against_q(x, off, p: Softmax, target: Target, q: Q):
 def log2_weights(x, off, p: Softmax, target: Target, q: Q | None):
     """log2 weights of ids `off` with edited logits x; normalised only in mode RESIDUAL.
 
-    In that mode log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p). Leviathan et
-    al. 2023, appendix A.1, with the weight w of Sun et al. 2024.
+    There log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p). Leviathan et al. 2023,
+    appendix A.1, with the weight w of Sun et al. 2024.
     """
     weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
     if target.mode == WITHOUT_TOKEN:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.records import (  # isort: skip
-    Batch, RawRows, block_top_NJ, row_top_N,
-)  # fmt: skip
+from foretoken.ops.backends.triton.records import Batch, RawRows
+
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     CAPACITY, GROUP, GROUPS, Settings, first_row, key_of, let_next_start, load_at, load_blocks,
     log2_sum_exactly, read_settings, value_of, wait_for_writes, zero_like,
@@ -52,7 +51,7 @@ def filter_kernel(batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl
     settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), rows.V)
     if not settings.filtered:
         return
-    top_J = load_blocks(block_top_NJ(scratch), row, rows.NB, NBP)
+    top_J = load_blocks(scratch.best_NJ, row, rows.NB, NBP)
     top = tl.max(top_J, axis=0)
     broken = tl.sum((top_J != top_J).to(tl.int32), axis=0) > 0
     if broken | (top == float("-inf")) | (top == float("inf")):
@@ -86,7 +85,7 @@ def filter_kernel(batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl
                 tl.store(scratch.lse_N + row, log2_sum_exactly(kept))
                 tl.store(filtered.count_N + row, count)
     if not decided:
-        tl.store(row_top_N(scratch) + row, top)
+        tl.store(scratch.lse_N + row, top)
         tl.store(filtered.count_N + row, UNDECIDED)
         # With only min-p the threshold is known, not the masses; `wide.py` computes those of rows
         # with flat noise.

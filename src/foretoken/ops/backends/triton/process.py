@@ -1,7 +1,7 @@
 """Processed logits, for tools and tests, and log-probabilities of given and likeliest tokens.
 
 Log-probabilities take two launches and no copy of the logits. The first measures every block of
-1024, in programs of one warp as `scan.py` does. The second has a program per row. Let groups of 64
+1024, in programs of one warp as the scan does. The second has a program per row. Let groups of 64
 be ordered by falling maxima, and equal ones by rising number. Then the k likeliest tokens lie in
 the first k groups, whatever the ties: each of these has a token that comes before all tokens of a
 later group.
@@ -29,8 +29,7 @@ from foretoken.ops.backends.triton.records import Batch
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, GROUP, GROUPS, key_of, let_next_start, load_at, load_span, value_of, wait_for_writes,
 )  # fmt: skip
-from foretoken.ops.backends.triton.sample import reduce_rows
-from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS
+from foretoken.ops.backends.triton.sample import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, reduce_rows
 from foretoken.ops.types import Logprobs, Rows
 
 _NO_ID = tl.constexpr(0x7FFFFFFF)
@@ -98,9 +97,8 @@ def _token_logit(batch: Batch, row, token_N):
 
 
 @triton.jit
-def measure_kernel(
-    batch: Batch, token_N, measured: Measured, parts, PER: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
+def measure_kernel(batch: Batch, token_N, measured: Measured, parts, PER: tl.constexpr,
+                   OVERLAP: tl.constexpr):  # fmt: skip
     """Fill `measured`. Programs: (row, PER blocks of it)."""
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows = batch.rows
@@ -146,10 +144,8 @@ def _largest(x, id_, T, TP: tl.constexpr):
 
 
 @triton.jit
-def likeliest_kernel(
-    batch: Batch, token_N, measured: Measured, result: Logprobs, T, NBP: tl.constexpr,
-    TP: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def likeliest_kernel(batch: Batch, token_N, measured: Measured, result: Logprobs, T,
+                     NBP: tl.constexpr, TP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Fill `result`, a program per row. TP: a power of 2, at least T; 0 if T is 0."""
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows = batch.rows

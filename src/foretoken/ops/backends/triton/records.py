@@ -25,8 +25,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl  # noqa: F401 (the interpreter needs it in modules of kernels)
 from torch import Tensor
 
 
@@ -112,40 +110,18 @@ class Scratch(NamedTuple):
     mass_NJ: log2 masses of blocks, of p or, after `residual_kernel`, of the residual; at T=0 maxima
     best_NJ: best scores of blocks under flat noise, of p or the residual as in `mass_NJ`
     lse_N:   log2 of a row's mass
+
+    For rows with filters a field holds something else before these values are written:
+
+    best_NJ: maxima of blocks, from the scan to `filter_kernel`; then stretches (`sweep.py`)
+    mass_NJ: from the first sweep to `wide_kernel`, the weight W(x >= b) of each block, linear
+    lse_N:   maxima of UNDECIDED rows
     """
 
     mass_NJ: Tensor
     lse_N: Tensor
     best_NJ: Tensor | None
     filtered: Filtered | None
-
-
-# Second names of fields of `Scratch`, for what rows with filters keep there while the field has no
-# values yet. `sweep.py` does so with lists and notes of searches.
-
-
-@triton.jit
-def block_top_NJ(scratch: Scratch):
-    """Maxima of blocks in `best_NJ`, from the scan until `filter_kernel` reads them."""
-    return scratch.best_NJ
-
-
-@triton.jit
-def row_top_N(scratch: Scratch):
-    """Maxima of UNDECIDED rows in `lse_N`, from `filter_kernel` to `wide_kernel`."""
-    return scratch.lse_N
-
-
-@triton.jit
-def above_NJ(scratch: Scratch):
-    """W(x >= b) of each block in `mass_NJ`, linear, from a sweep until `wide_kernel` adds to it."""
-    return scratch.mass_NJ
-
-
-@triton.jit
-def stretch_NJ(scratch: Scratch):
-    """Each block's stretch (`sweep.py: pack_stretch`) in `best_NJ`, for as long as `above_NJ`."""
-    return scratch.best_NJ
 
 
 class Q(NamedTuple):

@@ -95,9 +95,8 @@ def first_row(requests: Requests, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr =
 
 
 @triton.jit
-def edit_kernel(
-    rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M, subtract_M, WIDTH: tl.constexpr
-):  # fmt: skip
+def edit_kernel(rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M, subtract_M,
+                WIDTH: tl.constexpr):  # fmt: skip
     """A program per row fills `value_M` and `begin_NJ`, so that later kernels can look edits up.
 
     `rows.entries` is None here. A masked token's value is -inf, since the mask is applied first.

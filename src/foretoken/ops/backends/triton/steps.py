@@ -84,10 +84,8 @@ class Lookup(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["B", "T", "N", "most", "stride"])
-def pack_kernel(
-    table: SlotTable, step: StepTokens, drafting: RoundTensors, out: Packed, B, T, N, most, stride,
-    KP: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out: Packed, B, T, N,
+                most, stride, KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Pack the tokens of a step, or of the first pass of a round of drafting.
 
     Programs: (request, MOVED columns of the block table). The first program of a request also
@@ -208,10 +206,8 @@ def count_kernel(table: SlotTable, slot_B, most_B, num_B, position_B, B, OVERLAP
 
 
 @triton.jit(do_not_specialize=["K"])
-def write_drafts_kernel(
-    table: SlotTable, slot_B, position_B, num_B, token_BK, K, last_id, KP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
+def write_drafts_kernel(table: SlotTable, slot_B, position_B, num_B, token_BK, K, last_id,
+                        KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A program writes one request's drafts after its known tokens, as ids in 0..last_id."""
     wait_for_writes(OVERLAP)
     table = table  # makes values of fields that are 1, see `records.py`
@@ -223,10 +219,8 @@ def write_drafts_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "K"])
-def advance_kernel(
-    table: SlotTable, step: StepTokens, verdict: Verdict, packet, B, K, KP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
+def advance_kernel(table: SlotTable, step: StepTokens, verdict: Verdict, packet, B, K,
+                   KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A program per request: see `Steps.advance`. The spare slot, at its limit, does not change."""
     wait_for_writes(OVERLAP)
     table = table
@@ -257,9 +251,8 @@ def advance_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "T"])
-def shift_kernel(
-    table: SlotTable, slot_B, start_B1, length_B, token_T, row_B, B, T, OVERLAP: tl.constexpr
-):  # fmt: skip
+def shift_kernel(table: SlotTable, slot_B, start_B1, length_B, token_T, row_B, B, T,
+                 OVERLAP: tl.constexpr):  # fmt: skip
     """A program writes the token after each token of a request; the last one also the padding."""
     wait_for_writes(OVERLAP)
     table = table
@@ -316,10 +309,8 @@ def search_kernel(table: SlotTable, lookup: Lookup, shortest, longest, OVERLAP: 
 
 
 @triton.jit(do_not_specialize=["K"])
-def copy_match_kernel(
-    table: SlotTable, lookup: Lookup, token_BK, kept_B, K, KP: tl.constexpr, PP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
+def copy_match_kernel(table: SlotTable, lookup: Lookup, token_BK, kept_B, K, KP: tl.constexpr,
+                      PP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A program drafts the tokens after a request's occurrence of the highest rank."""
     wait_for_writes(OVERLAP)
     table, lookup = table, lookup

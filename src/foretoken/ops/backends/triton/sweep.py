@@ -35,9 +35,8 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.records import (  # isort: skip
-    Batch, Filtered, RawRows, above_NJ, stretch_NJ,
-)  # fmt: skip
+from foretoken.ops.backends.triton.records import Batch, Filtered, RawRows
+
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, CAPACITY, FIXED, key_of, let_next_start, load_at, load_blocks, load_span, log2_sum,
     value_of, wait_for_writes, zero_like,
@@ -330,7 +329,7 @@ def _sweep_block(batch: Batch, row, j, guess: Guess, TURN: tl.constexpr):
     whole = tl.sum(weight, axis=0)
     from_a = tl.sum(tl.where(x >= lowest, weight, 0.0), axis=0)
     from_b = tl.sum(tl.where(x >= highest, weight, 0.0), axis=0)
-    tl.store(above_NJ(scratch) + row * rows.NB + j, from_b)
+    tl.store(scratch.mass_NJ + row * rows.NB + j, from_b)
     i = tl.arange(0, 4)
     added = (tl.where(i == 0, whole, tl.where(i == 1, from_a, from_b)) * FIXED).to(tl.int64)
     sums = _sums(filtered, row, TURN)
@@ -340,7 +339,7 @@ def _sweep_block(batch: Batch, row, j, guess: Guess, TURN: tl.constexpr):
     if length > 0:
         start = tl.atomic_add(sums + 3, length.to(tl.int64), sem="relaxed").to(tl.int32)
         _list_block(rows, row, j * BLOCK, lowest, highest, list_of(batch, row), start, room)
-    tl.store(stretch_NJ(scratch) + row * rows.NB + j, pack_stretch(start, length, room))
+    tl.store(scratch.best_NJ + row * rows.NB + j, pack_stretch(start, length, room))
 
 
 @triton.jit
@@ -380,9 +379,3 @@ def load_sweep(filtered: Filtered, row, turn):
     from_a = tl.load(sums + 1, cache_modifier=".cg").to(tl.float32) / FIXED
     from_b = tl.load(sums + 2, cache_modifier=".cg").to(tl.float32) / FIXED
     return Swept(whole, from_a, from_b, tl.load(sums + 3, cache_modifier=".cg").to(tl.int32))
-
-
-@triton.jit
-def num_sweeps(filtered: Filtered, row):
-    """How many sweeps a queued row had: 2 if the first one missed, else 1."""
-    return 1 + tl.load(notes_of(filtered, row) + MISSED).to(tl.int32)

@@ -46,10 +46,9 @@ FEW = tl.constexpr(4)  # `settle_kernel` takes up to so many requests; a power o
 
 
 @triton.jit
-def residual_kernel(
-    batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agenda, parts, lines, KP: tl.constexpr,
-    NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agenda, parts, lines,
+                    KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr,
+                    OVERLAP: tl.constexpr):  # fmt: skip
     """Programs: (request, line of its agenda, PER blocks of that line's row).
 
     DRAW: the first program draws. ONE_ROW: the programs of line 0 sum its row; the last one to
@@ -178,10 +177,9 @@ def _block_rule(batch: Batch, drafts: Drafts, agenda_b: RequestAgenda, request: 
 
 
 @triton.jit
-def settle_kernel(
-    batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Candidates, KP: tl.constexpr,
-    NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def settle_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Candidates,
+                  KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
+                  OVERLAP: tl.constexpr):  # fmt: skip
     """Programs: (request, block of the row to be drawn from). No slot can be under BLOCK.
 
     ONE_ROW: every program draws from its block of the residual; the last to arrive takes the best

@@ -22,20 +22,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foretoken.ops.backends.triton.draw import token_address
 from foretoken.ops.backends.triton.filters import DENSE, UNDECIDED, min_p_floor
 from foretoken.ops.backends.triton.noise import Address, gumbel_span, log2
-from foretoken.ops.backends.triton.records import Batch, RawRows, above_NJ, row_top_N, stretch_NJ
+from foretoken.ops.backends.triton.records import Batch, RawRows
 
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, FIXED, false_like, first_row, key_of, let_next_start, load_blocks, load_span, log2_sum,
     log2_sum_rows, read_settings, value_of, wait_for_writes, zero_like,
 )  # fmt: skip
-from foretoken.ops.backends.triton.scan import token_address
 
 from foretoken.ops.backends.triton.sweep import (  # isort: skip
-    GUESSES, LIST, LOWEST, SAMPLE, Bracket, Guess, Search, Swept, Weighting, bisect, guess_from,
-    list_of, load_guess, load_sample, load_sweep, needed, num_sweeps, pack_stretch, room_for_list,
-    search_for, unpack_stretch, weight_of,
+    GUESSES, LIST, LOWEST, MISSED, SAMPLE, Bracket, Guess, Search, Swept, Weighting, bisect,
+    guess_from, list_of, load_guess, load_sample, load_sweep, needed, notes_of, pack_stretch,
+    room_for_list, search_for, unpack_stretch, weight_of,
 )  # fmt: skip
 
 WARPS = 4
@@ -47,10 +47,8 @@ _LISTED_CHUNK = tl.constexpr(8)  # listed logits that `_add_listed` adds to each
 
 
 @triton.jit(do_not_specialize=["stride"])
-def wide_kernel(
-    batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
-    DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def wide_kernel(batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr,
+                FP64: tl.constexpr, DRAFT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Programs: (request, row of it). Makes UNDECIDED rows DENSE; most rows are not UNDECIDED.
 
     The compiler must not know that the rows' stride is a multiple of 16. It would load four
@@ -72,7 +70,7 @@ def wide_kernel(
     if tl.load(filtered.count_N + row) != UNDECIDED:
         return
     settings = read_settings(batch.slots, tl.load(requests.slot_B + b), rows.V)
-    top = tl.load(row_top_N(batch.scratch) + row)
+    top = tl.load(batch.scratch.lse_N + row)
     threshold, room = min_p_floor(settings, top), room_for_list(rows)
     listed = zero_like(room)  # 0 with only min-p; not used with top-k (flat noise)
     if settings.counted:
@@ -108,16 +106,11 @@ def _load_span(rows: RawRows, row, first):
 
 
 @triton.jit
-def _sum_matrix(x):
-    return tl.sum(tl.sum(x, axis=0), axis=0)
-
-
-@triton.jit
 def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
     """One pass over a row; returns `Swept`.
 
     Writes the logits between the guess's keys to the list, block by block until it is full, and
-    each block's `stretch_NJ` and `above_NJ`.
+    each block's stretch and W(x >= b).
     """
     rows, scratch, room = batch.rows, batch.scratch, room_for_list(batch.rows)
     lowest, highest = value_of(guess.a), value_of(guess.b)
@@ -154,10 +147,11 @@ def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
             if j < rows.NB:
                 is_n = tl.arange(0, _SPAN_BLOCKS) == n
                 place = row * rows.NB + j
-                tl.store(above_NJ(scratch) + place, tl.sum(tl.where(is_n, above, 0.0), axis=0))
-                tl.store(stretch_NJ(scratch) + place, tl.sum(tl.where(is_n, stretch, 0.0), axis=0))
+                tl.store(scratch.mass_NJ + place, tl.sum(tl.where(is_n, above, 0.0), axis=0))
+                tl.store(scratch.best_NJ + place, tl.sum(tl.where(is_n, stretch, 0.0), axis=0))
     tl.debug_barrier()
-    return Swept(_sum_matrix(whole), _sum_matrix(from_a), _sum_matrix(from_b), count)
+    whole, from_a, from_b = tl.sum(whole, axis=0), tl.sum(from_a, axis=0), tl.sum(from_b, axis=0)
+    return Swept(tl.sum(whole, axis=0), tl.sum(from_a, axis=0), tl.sum(from_b, axis=0), count)
 
 
 @triton.jit
@@ -179,7 +173,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
     count, passes = room + 1, zero_like(room)
     inside, width, sweeps = false_like(passes), zero_like(room), passes
     if swept_before:
-        sweeps = num_sweeps(filtered, row)
+        sweeps = 1 + tl.load(notes_of(filtered, row) + MISSED).to(tl.int32)
     while (count > room) & (high - low > 1):
         guess = Guess(low, low + ((high - low) >> 1))
         if passes < sweeps:
@@ -232,8 +226,8 @@ def _search(batch: Batch, row, search: Search, swept_before):
 def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
     """Write log2 masses: the weights above a sweep's keys, and the listed logits that are kept."""
     NB, scratch, j = batch.rows.NB, batch.scratch, tl.arange(0, NBP)
-    mass = tl.load(above_NJ(scratch) + row * NB + j, mask=j < NB, other=0.0)
-    stretch = tl.load(stretch_NJ(scratch) + row * NB + j, mask=j < NB, other=0.0)
+    mass = tl.load(scratch.mass_NJ + row * NB + j, mask=j < NB, other=0.0)
+    stretch = tl.load(scratch.best_NJ + row * NB + j, mask=j < NB, other=0.0)
     start, length = unpack_stretch(stretch)
     list_ = list_of(batch, row)
     for c in range(0, tl.max(length, axis=0), _LISTED_CHUNK):

@@ -62,10 +62,9 @@ def attention(
 ) -> Tensor:
     """See `Backend.attention`: causal attention of ragged queries over paged K/V, [T, H, D_v].
 
-    Queries may be strided, with unit stride along D. Rows that belong to no request are not
-    written. The first call makes the plan of a batch on the device and keeps it for later calls:
-    under graph capture the batch must be an object made inside the capture. Heads wider than 256
-    are computed by `torch`, which reads the batch on the host.
+    Rows that belong to no request are not written. The first call makes the plan of a batch on the
+    device and keeps it for later calls: under graph capture the batch must be an object made inside
+    the capture. Heads wider than 256 are computed by `torch`, which reads the batch on the host.
     """
     check_device(query_THD, "query_THD")
     if max(query_THD.shape[2], value_cache.shape[3]) > configs.LARGEST_HEAD:
@@ -104,6 +103,8 @@ def attend_new(
 ) -> None:
     """Norms, rotary, K/V write and attention of a decode step, in one kernel and a merge.
 
+    While T <= 16 a row's bits depend only on its own context, not on any other row.
+
     Args:
         qkv_TW: [T, (H + H_kv) * D + H_kv * D_v], unit stride along W: query heads, key heads, value
             heads of each new token, biases added. Not changed.
@@ -116,14 +117,10 @@ def attend_new(
             and waits before it reads `qkv_TW`. The plan, the block table and the K/V of earlier
             tokens are read before that wait: they must exist when the plan is made (see `prepare`),
             and the first kernel after the plan must wait before it lets others start.
-
-    While T <= 16 a row's bits depend only on its own context, not on any other row.
     """
     if not 1 <= batch.most_queries <= MOST_NEW:
-        raise ConfigError(
-            "batch.most_queries", batch.most_queries, f"in 1..{MOST_NEW}",
-            "For more new tokens call `write_new`, then `attention`.",
-        )  # fmt: skip
+        remedy = "For more new tokens call `write_new`, then `attention`."
+        raise ConfigError("batch.most_queries", batch.most_queries, f"in 1..{MOST_NEW}", remedy)
     shape = _shape(_query_heads(qkv_TW, key_cache, value_cache), key_cache, value_cache, options)
     plan = _plan(batch, qkv_TW.shape[0], shape)
     rows = records.TokenRows(qkv_TW, qkv_TW.stride(0), shape.D)
@@ -239,10 +236,8 @@ def _new_plan(
     pieces = most_pieces(decode.size, decode.count, longest, shape.WINDOW)
     segments = 2 if few_queries > 1 and longest > decode.size * decode.count else 1
     items = requests * (triton.cdiv(tile_rows, decode.rows) + segments - 1) * pieces
-    tiles, many_rows = 0, 1
-    if prefill is not None:
-        many_rows = prefill.rows
-        tiles = triton.cdiv(tokens * shape.G, many_rows) + requests
+    many_rows = 1 if prefill is None else prefill.rows
+    tiles = 0 if prefill is None else triton.cdiv(tokens * shape.G, many_rows) + requests
 
     def empty(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(count, dtype=dtype, device=batch.length_B.device)

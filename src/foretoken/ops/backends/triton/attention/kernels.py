@@ -8,11 +8,9 @@ piece. With one group, all warps share keys, and each has its own rows.
 
 With few queries, a row's bits depend only on its context, SIZE, COUNT, GROUPS, KEYS and how pieces
 are merged: tiles lie at fixed positions, tiles that a row does not see change none of its bits, and
-rows of a product do not mix, however many a tile has.
-
-A piece has little data and many instructions (at 256 keys, 10 us for 128 KiB), so its time is that
-of the longest chain of dependent instructions. So tiles that every row sees whole have no masks,
-addresses are constants wherever the shape allows it, and warps exchange whole vectors.
+rows of a product do not mix. A piece's time is that of its longest chain of dependent instructions
+(256 keys: 10 us for 128 KiB). So tiles that every row sees whole have no masks, addresses are
+constants wherever the shape allows it, and warps exchange whole vectors.
 
 Letters: R rows of a tile, W warps (SETS * GROUPS), Q rows of a warp, k keys of a warp, D sizes.
 """
@@ -51,13 +49,10 @@ def _softmax_step(top, total, acc, s, value, SHAPE: tl.constexpr, KEY_AXIS: tl.c
 @triton.jit
 def _repeat_for_groups(x, TILE: tl.constexpr):
     """Rows [R, D] repeated for each group of warps, [W, Q, D]; unchanged if W = 1."""
-    SETS: tl.constexpr = TILE.SETS
-    GROUPS: tl.constexpr = TILE.GROUPS
-    if SETS * GROUPS > 1:
-        Q: tl.constexpr = TILE.R // SETS
+    if TILE.W > 1:
         D: tl.constexpr = x.shape[1]
-        x = tl.broadcast_to(x.reshape(SETS, 1, Q, D), (SETS, GROUPS, Q, D))
-        x = x.reshape(SETS * GROUPS, Q, D)
+        x = x.reshape(TILE.SETS, 1, TILE.Q, D)
+        x = tl.broadcast_to(x, (TILE.SETS, TILE.GROUPS, TILE.Q, D)).reshape(TILE.W, TILE.Q, D)
     return x
 
 
@@ -91,26 +86,21 @@ def _repeat_for_sets(x, SETS: tl.constexpr):
 
 @triton.jit
 def _blocks(table, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """The cache blocks of the tile at `first`: one, or [GROUPS, 1] if a warp's keys are in one
-    block, or [GROUPS, k]; [k] if there is one group."""
+    """The cache block of a whole tile, of each group's keys [GROUPS, 1], or of each key."""
     if PAGE % TILE.TOKENS == 0:
         at = first
-    elif TILE.GROUPS == 1:
-        at = first + tl.arange(0, TILE.KEYS)
+    elif PAGE % TILE.KEYS == 0 and TILE.GROUPS > 1:
+        at = first + tl.arange(0, TILE.GROUPS)[:, None] * TILE.KEYS
     else:
-        COUNT: tl.constexpr = 1 if PAGE % TILE.KEYS == 0 else TILE.KEYS
-        group = tl.arange(0, TILE.GROUPS)[:, None]
-        at = first + group * TILE.KEYS + tl.arange(0, COUNT)[None, :]
+        at = first + _key_numbers(TILE)
     return tl.load(table + at // PAGE, mask=at < end, other=0)
 
 
 @triton.jit
-def _load_tile(
-    pool, block, first, end, h, MASKED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Keys or values from position `first` on, [GROUPS, k, WIDTH], or [k, WIDTH] if there is one
-    group; 0 from `end` on, if MASKED."""
+def _load_tile(pool, block, first, end, h, MASKED: tl.constexpr, D: tl.constexpr,
+               WIDTH: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """A tile of keys or values from position `first` on, [GROUPS, k, WIDTH], or [k, WIDTH] for one
+    group. MASKED: 0 from `end` on."""
     PAGE: tl.constexpr = SHAPE.PAGE
     n = _key_numbers(TILE)
     d = tl.arange(0, WIDTH)
@@ -156,10 +146,8 @@ def _prefetch(p, mask, D: tl.constexpr):
 
 
 @triton.jit
-def _write_new(
-    table, rows: TokenRows, heads: HeadInputs, cache: Cache, item, h,
-    SHAPE: tl.constexpr, ROTARY: tl.constexpr, NEW: tl.constexpr,
-):  # fmt: skip
+def _write_new(table, rows: TokenRows, heads: HeadInputs, cache: Cache, item, h,
+               SHAPE: tl.constexpr, ROTARY: tl.constexpr, NEW: tl.constexpr):  # fmt: skip
     """Write keys and values of the new tokens that lie in an item's piece."""
     t = tl.arange(0, NEW)
     at = item.start + t
@@ -172,30 +160,22 @@ def _write_new(
 
 
 @triton.jit
-def _pass_over_piece(
-    top, total, acc, begin, end, query, position, table, cache: Cache, scores: Scores, h,
-    MASKED: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def _pass_over_piece(top, total, acc, begin, end, query, position, table, cache: Cache,
+                     scores: Scores, h, MASKED: tl.constexpr, SHAPE: tl.constexpr,
+                     TILE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Continue the softmaxes of all warps over the keys begin..end - 1.
 
     MASKED: some rows do not see all of these keys, or the last tile is not full.
     """
     SETS: tl.constexpr = TILE.SETS
-    GROUPS: tl.constexpr = TILE.GROUPS
-    KEYS: tl.constexpr = TILE.KEYS
-    PAGE: tl.constexpr = SHAPE.PAGE
-    W: tl.constexpr = SETS * GROUPS
-    TOKENS: tl.constexpr = GROUPS * KEYS
+    W: tl.constexpr = TILE.W
     KEY_AXIS: tl.constexpr = 2 if W > 1 else 1
-    block = _blocks(table, begin, end, PAGE, TILE)
-    for first in tl.range(begin, end, TOKENS, num_stages=STAGES):
-        key = _load_tile(
-            cache.key, block, first, end, h, MASKED, SHAPE.D, SHAPE.WIDTH, SHAPE, TILE
-        )  # fmt: skip
-        value = _load_tile(
-            cache.value, block, first, end, h, MASKED, SHAPE.D_V, SHAPE.WIDTH_V, SHAPE, TILE
-        )  # fmt: skip
-        block = _blocks(table, first + TOKENS, end, PAGE, TILE)
+    block = _blocks(table, begin, end, SHAPE.PAGE, TILE)
+    for first in tl.range(begin, end, TILE.TOKENS, num_stages=STAGES):
+        key = _load_tile(cache.key, block, first, end, h, MASKED, SHAPE.D, SHAPE.WIDTH, SHAPE, TILE)
+        value = _load_tile(cache.value, block, first, end, h, MASKED, SHAPE.D_V, SHAPE.WIDTH_V,
+                           SHAPE, TILE)  # fmt: skip
+        block = _blocks(table, first + TILE.TOKENS, end, SHAPE.PAGE, TILE)
         key, value = _repeat_for_sets(key, SETS), _repeat_for_sets(value, SETS)
         key = tl.trans(key, (0, 2, 1)) if W > 1 else tl.trans(key)
         s = tl.dot(query, key, input_precision=SHAPE.PRECISION)
@@ -203,7 +183,7 @@ def _pass_over_piece(
         if MASKED or SHAPE.WINDOW:
             at = first + tl.expand_dims(_key_numbers(TILE), 0)
             if W > 1:
-                at = tl.broadcast_to(at, (SETS, GROUPS, KEYS)).reshape(W, 1, KEYS)
+                at = tl.broadcast_to(at, (SETS, TILE.GROUPS, TILE.KEYS)).reshape(W, 1, TILE.KEYS)
             seen = at <= position
             if SHAPE.WINDOW:
                 seen &= at > position - SHAPE.WINDOW
@@ -220,7 +200,7 @@ def _sum_groups(x, TILE: tl.constexpr):
     over warps takes three times as many instructions, in an order that Triton chooses.
     """
     D: tl.constexpr = x.shape[2]
-    x = x.reshape(TILE.SETS, TILE.GROUPS, TILE.R // TILE.SETS, D)
+    x = x.reshape(TILE.SETS, TILE.GROUPS, TILE.Q, D)
     x = tl.permute(x, (0, 2, 3, 1)).reshape(TILE.R, D, TILE.GROUPS)
     for _ in tl.static_range(4):
         if x.shape[2] > 1:
@@ -230,19 +210,14 @@ def _sum_groups(x, TILE: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    top, total, acc, item, t, head, live, scores: Scores, partials: Partials, out,
-    SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def _store(top, total, acc, item, t, head, live, scores: Scores, partials: Partials, out,
+           SHAPE: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """Add up the results of each set's warps; store each row's values, or partial ones to merge."""
-    SETS: tl.constexpr = TILE.SETS
-    GROUPS: tl.constexpr = TILE.GROUPS
-    Q: tl.constexpr = TILE.R // SETS
-    W: tl.constexpr = SETS * GROUPS
     highest = top
-    if W > 1:
-        highest = tl.max(top.reshape(SETS, GROUPS, Q), 1)
-        rescale = tl.broadcast_to(highest[:, None, :], (SETS, GROUPS, Q)).reshape(W, Q)
+    if TILE.W > 1:
+        grouped: tl.constexpr = (TILE.SETS, TILE.GROUPS, TILE.Q)
+        highest = tl.max(top.reshape(grouped), 1)
+        rescale = tl.broadcast_to(highest[:, None, :], grouped).reshape(TILE.W, TILE.Q)
         rescale = tl.exp2(top - rescale)
         total = _sum_groups((total * rescale)[:, :, None], TILE).reshape(TILE.R)
         acc = _sum_groups(acc * rescale[:, :, None], TILE)
@@ -261,11 +236,10 @@ def _store(
 
 
 @triton.jit
-def decode_kernel(
-    rows: TokenRows, heads: HeadInputs, cache: Cache, work: Work, partials: Partials,
-    scores: Scores, out, SHAPE: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr,
-    STAGES: tl.constexpr, NEW: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def decode_kernel(rows: TokenRows, heads: HeadInputs, cache: Cache, work: Work, partials: Partials,
+                  scores: Scores, out, SHAPE: tl.constexpr, TILE: tl.constexpr,
+                  ROTARY: tl.constexpr, STAGES: tl.constexpr, NEW: tl.constexpr,
+                  AHEAD: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Program (h, i) takes K/V head h of item i, then of further items if there are more.
 
     ROTARY: rotated dimensions of rows of qkv. 0: the rows are finished queries, and their K/V are
@@ -276,11 +250,8 @@ def decode_kernel(
     let_next_start(OVERLAP)
     rows, cache, partials = rows, cache, partials  # makes values of 1s, see `triton/records.py`
     G: tl.constexpr = SHAPE.G
-    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     R: tl.constexpr = TILE.R
     LIVE: tl.constexpr = TILE.LIVE
-    Q: tl.constexpr = R // TILE.SETS
-    W: tl.constexpr = TILE.SETS * TILE.GROUPS
     h, i, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     items = tl.load(work.totals)
     item = load_item(work.few_I, i)
@@ -313,26 +284,24 @@ def decode_kernel(
             position = item.start + t
         query = _repeat_for_groups(query, TILE)
         position = _repeat_for_groups(position[:, None], TILE)
-        if W > 1:
-            top = tl.full((W, Q), UNSEEN, tl.float32)
-            acc = tl.zeros((W, Q, WIDTH_V), tl.float32)
+        if TILE.W > 1:
+            top = tl.full((TILE.W, TILE.Q), UNSEEN, tl.float32)
+            acc = tl.zeros((TILE.W, TILE.Q, SHAPE.WIDTH_V), tl.float32)
         else:
             top = tl.full((R,), UNSEEN, tl.float32)
-            acc = tl.zeros((R, WIDTH_V), tl.float32)
+            acc = tl.zeros((R, SHAPE.WIDTH_V), tl.float32)
         total = tl.zeros_like(top)
         # Tiles below `seen_by_all` need no mask: each row sees all of their keys.
         seen_by_all = tl.minimum(item.end, item.start) // TILE.TOKENS * TILE.TOKENS
         seen_by_all = tl.maximum(item.begin, seen_by_all)
-        top, total, acc = _pass_over_piece(
-            top, total, acc, item.begin, seen_by_all, query, position, table, cache, scores, h,
-            False, SHAPE, TILE, STAGES,
-        )  # fmt: skip
+        top, total, acc = _pass_over_piece(top, total, acc, item.begin, seen_by_all, query,
+                                           position, table, cache, scores, h, False, SHAPE, TILE,
+                                           STAGES)  # fmt: skip
         if ROTARY:
             tl.debug_barrier()  # threads read K/V that other threads wrote in `_write_new`
-        top, total, acc = _pass_over_piece(
-            top, total, acc, seen_by_all, item.end, query, position, table, cache, scores, h,
-            True, SHAPE, TILE, 1,
-        )  # fmt: skip
+        top, total, acc = _pass_over_piece(top, total, acc, seen_by_all, item.end, query, position,
+                                           table, cache, scores, h, True, SHAPE, TILE,
+                                           1)  # fmt: skip
         _store(top, total, acc, item, t, head, live, scores, partials, out, SHAPE, TILE)
         # The first items are the longest, so a program that had one takes a late item next.
         i = tl.where(i < programs, 2 * programs - 1 - i, i + programs)
@@ -341,11 +310,9 @@ def decode_kernel(
 
 
 @triton.jit
-def merge_kernel(
-    work: Work, partials: Partials, scores: Scores, out,
-    H: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr, HEADS: tl.constexpr,
-    PIECES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def merge_kernel(work: Work, partials: Partials, scores: Scores, out, H: tl.constexpr,
+                 D_V: tl.constexpr, WIDTH_V: tl.constexpr, HEADS: tl.constexpr,
+                 PIECES: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Program (j, f) merges the pieces of HEADS heads of rows f, f + programs, ..., in order.
 
     PIECES: how many pieces are loaded together.
@@ -383,23 +350,21 @@ def merge_kernel(
 
 
 @triton.jit
-def _pass_over_context(
-    top, total, acc, query, position, begin, end, request, cache: Cache, scores: Scores, h,
-    MASKED: tl.constexpr, SHAPE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def _pass_over_context(top, total, acc, query, position, begin, end, request, cache: Cache,
+                       scores: Scores, h, MASKED: tl.constexpr, SHAPE: tl.constexpr,
+                       KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Continue the softmax of rows over the keys begin..end - 1. MASKED: see `_pass_over_piece`."""
     D: tl.constexpr = SHAPE.D
     D_V: tl.constexpr = SHAPE.D_V
-    PAGE: tl.constexpr = SHAPE.PAGE
     n = tl.arange(0, KEYS)
     d, d_v = tl.arange(0, SHAPE.WIDTH)[None, :], tl.arange(0, SHAPE.WIDTH_V)[None, :]
     table = cache.block_BL + request.to(tl.int64) * cache.columns
     at = begin + n
-    block = tl.load(table + at // PAGE, mask=at < end, other=0)
+    block = tl.load(table + at // SHAPE.PAGE, mask=at < end, other=0)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
         at = first + n
-        place = ((block * PAGE + at % PAGE) * SHAPE.H_KV + h)[:, None]
-        block = tl.load(table + (at + KEYS) // PAGE, mask=at + KEYS < end, other=0)
+        place = ((block * SHAPE.PAGE + at % SHAPE.PAGE) * SHAPE.H_KV + h)[:, None]
+        block = tl.load(table + (at + KEYS) // SHAPE.PAGE, mask=at + KEYS < end, other=0)
         key_p, value_p = cache.key + place * D + d, cache.value + place * D_V + d_v
         if MASKED or D != SHAPE.WIDTH or D_V != SHAPE.WIDTH_V:
             exists = (at < end)[:, None]
@@ -418,15 +383,12 @@ def _pass_over_context(
 
 
 @triton.jit
-def prefill_kernel(
-    rows: TokenRows, cache: Cache, work: Work, scores: Scores, out, SHAPE: tl.constexpr,
-    R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def prefill_kernel(rows: TokenRows, cache: Cache, work: Work, scores: Scores, out,
+                   SHAPE: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr,
+                   STAGES: tl.constexpr):  # fmt: skip
     """Program h + H_KV * i takes K/V head h of tile i."""
     rows, cache = rows, cache  # makes values of 1s, see `triton/records.py`
     G: tl.constexpr = SHAPE.G
-    D_V: tl.constexpr = SHAPE.D_V
-    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     WINDOW: tl.constexpr = SHAPE.WINDOW
     h, i = tl.program_id(0) % SHAPE.H_KV, tl.program_id(0) // SHAPE.H_KV
     if i < tl.load(work.totals + 2):
@@ -439,7 +401,7 @@ def prefill_kernel(
         query = load_heads(row_p, live, SHAPE.D, SHAPE.WIDTH)
         top = tl.full((R,), UNSEEN, tl.float32)
         total = tl.zeros((R,), tl.float32)
-        acc = tl.zeros((R, WIDTH_V), tl.float32)
+        acc = tl.zeros((R, SHAPE.WIDTH_V), tl.float32)
         lowest = item.start + item.row // G
         highest = tl.minimum(item.start + (item.row + R - 1) // G, item.end - 1)
         begin, seen_by_all = 0, (lowest + 1) // KEYS * KEYS  # below it every row sees every key
@@ -448,21 +410,19 @@ def prefill_kernel(
             # From `in_windows` on, every key is within every row's window.
             in_windows = tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), KEYS) * KEYS
             in_windows = tl.minimum(in_windows, seen_by_all)
-            top, total, acc = _pass_over_context(
-                top, total, acc, query, position, begin, in_windows, item.request, cache, scores, h,
-                True, SHAPE, KEYS, STAGES,
-            )  # fmt: skip
+            top, total, acc = _pass_over_context(top, total, acc, query, position, begin,
+                                                 in_windows, item.request, cache, scores, h, True,
+                                                 SHAPE, KEYS, STAGES)  # fmt: skip
             begin = tl.maximum(begin, in_windows)
-        top, total, acc = _pass_over_context(
-            top, total, acc, query, position, begin, seen_by_all, item.request, cache, scores, h,
-            False, SHAPE, KEYS, STAGES,
-        )  # fmt: skip
-        top, total, acc = _pass_over_context(
-            top, total, acc, query, position, tl.maximum(begin, seen_by_all), highest + 1,
-            item.request, cache, scores, h, True, SHAPE, KEYS, STAGES,
-        )  # fmt: skip
+        top, total, acc = _pass_over_context(top, total, acc, query, position, begin, seen_by_all,
+                                             item.request, cache, scores, h, False, SHAPE, KEYS,
+                                             STAGES)  # fmt: skip
+        begin = tl.maximum(begin, seen_by_all)
+        top, total, acc = _pass_over_context(top, total, acc, query, position, begin, highest + 1,
+                                             item.request, cache, scores, h, True, SHAPE, KEYS,
+                                             STAGES)  # fmt: skip
         result = normalized(top, total, acc, head, live, scores)
-        d_v = tl.arange(0, WIDTH_V)
-        place = ((item.first + t).to(tl.int64) * SHAPE.H + head)[:, None] * D_V
-        inside_v = live[:, None] & (d_v < D_V)[None, :]
-        tl.store(out + place + d_v[None, :], result.to(out.dtype.element_ty), mask=inside_v)
+        d_v = tl.arange(0, SHAPE.WIDTH_V)
+        place = ((item.first + t).to(tl.int64) * SHAPE.H + head)[:, None] * SHAPE.D_V
+        inside_v = live[:, None] & (d_v < SHAPE.D_V)
+        tl.store(out + place + d_v, result.to(out.dtype.element_ty), mask=inside_v)

@@ -1,11 +1,10 @@
 """The work of a pass, listed on the device: which queries attend to which piece of which context.
 
-A row's context is cut into pieces of SIZE tokens, from the start of the context. If there would be
-more than COUNT pieces, all are made longer, by multiples of STEP. An item costs about 5 us in
-addition to its keys, so a GPU should have one item per program that it holds at a time. The cut
-depends only on a row's own context, and so do the results of its pieces. If a context outgrows
-COUNT pieces within a step, its earlier and later rows need different cuts: the request then has two
-segments, each with its own items.
+A row's context is cut into pieces of SIZE tokens, from its start on. If there would be more than
+COUNT pieces, all are made longer, by multiples of STEP. (An item costs about 5 us in addition to
+its keys: one item per program that a GPU holds is best.) The cut depends only on a row's own
+context, and so do the results of its pieces. If a context outgrows COUNT pieces within a step, its
+request has two segments of rows with different cuts, each with its own items.
 
 A request with up to `FEW` queries is cut into items (tile of rows x piece). For each K/V head, row
 r of a request is query head r % G of its token r // G. A request with more queries is cut only into
@@ -31,9 +30,8 @@ Item = namedtuple("Item", "request row begin end piece first start count slot")
 row:        the tile's first row
 begin, end: the piece's tokens; for a request with many queries, `end` is its length
 piece:      its number in its segment; -1 if it is the only one, which needs no merge
-first:      the packed index of the request's first new token
-start:      the position of that token
-count:      how many new tokens there are from `first` to the segment's last
+first, start: the packed index and the position of the request's first new token
+count:      the number of new tokens from `first` to the end of the segment
 slot:       where the request's rows begin in `merge_F` and in partial results
 """
 
@@ -101,9 +99,8 @@ def _read_request(query_start_B1, length_B, b, valid, CUT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B"])
-def plan_kernel(
-    query_start_B1, length_B, work: Work, B, CUT: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
+def plan_kernel(query_start_B1, length_B, work: Work, B, CUT: tl.constexpr,
+                CHUNK: tl.constexpr):  # fmt: skip
     """Program b lists the items of request b; program B writes the totals.
 
     CHUNK: how many requests, items or rows a program handles in one iteration of a loop.
@@ -152,9 +149,8 @@ def plan_kernel(
 
 
 @triton.jit
-def _store_items(
-    item_I, i, request, segment, b, slot, CUT: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
+def _store_items(item_I, i, request, segment, b, slot, CUT: tl.constexpr,
+                 CHUNK: tl.constexpr):  # fmt: skip
     """Store a segment's items from item i on. Its last piece, with the new tokens, comes first."""
     start, num_items = request.length - request.count, _num_items(segment)
     for first in range(0, num_items, CHUNK):

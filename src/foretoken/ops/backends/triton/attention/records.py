@@ -21,10 +21,8 @@ class HeadInputs(NamedTuple):
     (Transformers' `rotate_half`) of the first R of D dimensions. All in float32, rounded once, to
     the dtype of the cache.
 
-    cos_PR, sin_PR: float32 [P, R / 2], contiguous, with any scaling of attention; P is at least the
-                    longest length
-    q_norm_D, k_norm_D: weights of the norms in any float dtype, or both None. A model that
-                    multiplies by 1 + w passes 1 + w
+    cos_PR, sin_PR: float32 [P, R / 2], contiguous, with any scaling of attention, P >= all lengths
+    q_norm_D, k_norm_D: weights in any float dtype (1 + w if the model uses w so), or both None
     """
 
     cos_PR: Tensor
@@ -91,8 +89,8 @@ class Cut:
 class Tile:
     """A tile of `decode_kernel`: TOKENS keys in each iteration, KEYS of them per group of warps.
 
-    R:     rows of the tile
-    LIVE:  how many of them a step of this shape can fill, a power of 2
+    R, Q:  rows of the tile, rows of a warp
+    LIVE:  how many rows a step of this shape can fill, a power of 2
     SETS, GROUPS: W = SETS * GROUPS warps; each of the SETS of rows has GROUPS warps
     """
 
@@ -105,6 +103,14 @@ class Tile:
     @property
     def TOKENS(self) -> int:
         return self.GROUPS * self.KEYS
+
+    @property
+    def W(self) -> int:
+        return self.SETS * self.GROUPS
+
+    @property
+    def Q(self) -> int:
+        return self.R // self.SETS
 
 
 class TokenRows(NamedTuple):

@@ -62,9 +62,8 @@ def load_angles(heads: HeadInputs, position, live, SHAPE: tl.constexpr, ROTARY: 
 
 
 @triton.jit
-def rotated_heads(
-    p, angles, live, norm_D, heads: HeadInputs, SHAPE: tl.constexpr, ROTARY: tl.constexpr
-):  # fmt: skip
+def rotated_heads(p, angles, live, norm_D, heads: HeadInputs, SHAPE: tl.constexpr,
+                  ROTARY: tl.constexpr):  # fmt: skip
     """The query or key heads at addresses p, normed and rotated: float32, a last axis of WIDTH."""
     HALF: tl.constexpr = ROTARY // 2
     d = tl.arange(0, SHAPE.WIDTH)
@@ -83,10 +82,8 @@ def rotated_heads(
 
 
 @triton.jit
-def store_key_and_value(
-    row_p, angles, place, live, heads: HeadInputs, cache: Cache, h, SHAPE: tl.constexpr,
-    ROTARY: tl.constexpr,
-):  # fmt: skip
+def store_key_and_value(row_p, angles, place, live, heads: HeadInputs, cache: Cache, h,
+                        SHAPE: tl.constexpr, ROTARY: tl.constexpr):  # fmt: skip
     """Write key head h, normed and rotated, and value head h of rows of qkv to rows of the cache.
 
     row_p: addresses of the rows. place: their numbers among the heads of all tokens of the cache.
@@ -102,11 +99,9 @@ def store_key_and_value(
 
 
 @triton.jit(do_not_specialize=["B"])
-def write_new_kernel(
-    rows: TokenRows, heads: HeadInputs, cache: Cache, query_start_B1, length_B, B,
-    SHAPE: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
+def write_new_kernel(rows: TokenRows, heads: HeadInputs, cache: Cache, query_start_B1, length_B, B,
+                     SHAPE: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr,
+                     CHUNK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A program per ROWS tokens and K/V head writes keys and values, and replaces queries.
 
     CHUNK: how many requests are compared in one iteration to find each token's request.
@@ -125,10 +120,8 @@ def write_new_kernel(
     from_end = tl.load(query_start_B1 + request + 1) - t
     position = (tl.load(length_B + request) - from_end).to(tl.int32)
     angles = load_angles(heads, position, live, SHAPE, ROTARY)
-    block = tl.load(
-        cache.block_BL + request.to(tl.int64) * cache.columns + position // SHAPE.PAGE,
-        mask=live, other=0,
-    )  # fmt: skip
+    table = cache.block_BL + request.to(tl.int64) * cache.columns
+    block = tl.load(table + position // SHAPE.PAGE, mask=live, other=0)
     place = (block.to(tl.int64) * SHAPE.PAGE + position % SHAPE.PAGE) * SHAPE.H_KV + h
     row_p = rows.query + t.to(tl.int64) * rows.stride
     wait_for_writes(OVERLAP)

@@ -14,11 +14,9 @@ from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 
 @triton.jit
-def gemv_kernel(
-    weight, x, operands: Operands, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
-    PP: tl.constexpr, EPS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def gemv_kernel(weight, x, operands: Operands, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+                PP: tl.constexpr, EPS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr,
+                BK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A product of one row, as in `tiles.py`. Each of N / BN programs writes a part of squares."""
     y, bias, residual, gain, scaled, squares_in, squares_out = operands
     tile = tl.program_id(0)
@@ -78,10 +76,8 @@ def embed_kernel(token_T, table_VH, x_TH, V: tl.constexpr, H: tl.constexpr, HP: 
 
 
 @triton.jit(do_not_specialize=["T"])
-def scale_kernel(
-    x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
-    PP: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def scale_kernel(x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl.constexpr,
+                 P: tl.constexpr, PP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Write `scaled`, and each row's sum of squares as the first of P parts; parts 1..P-1 are 0.
 
     All earlier kernels have ended when this one starts, so it lets the next kernel start first.
@@ -96,10 +92,8 @@ def scale_kernel(
 
 
 @triton.jit
-def norm_kernel(
-    x_TH, row_N, gain_H, normed_NH, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
+def norm_kernel(x_TH, row_N, gain_H, normed_NH, H: tl.constexpr, HP: tl.constexpr,
+                EPS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """RMSNorm of the rows `row_N` of x, or of all if None. It can start before x is written."""
     n = tl.program_id(0).to(tl.int64)
     wait_for_writes(OVERLAP)
@@ -127,10 +121,9 @@ def silu_kernel(gate_up, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def join_kernel(
-    token_T, table_VH, token_gain_H, feature_TH, feature_gain_H, both_T2H, normed_TH,
-    V: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def join_kernel(token_T, table_VH, token_gain_H, feature_TH, feature_gain_H, both_T2H, normed_TH,
+                V: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr,
+                OVERLAP: tl.constexpr):  # fmt: skip
     """Write a token's vector (half 0) or its feature (half 1), normed. Programs: (row, half).
 
     normed_TH: None, or receives the normed features, too. As the first kernel of a pass this one
@@ -156,10 +149,8 @@ def join_kernel(
 
 
 @triton.jit
-def spread_kernel(
-    logits_NQ, target_id_Q, wide_NV, Q: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
+def spread_kernel(logits_NQ, target_id_Q, wide_NV, Q: tl.constexpr, V: tl.constexpr,
+                  BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Write each logit to the column of its target id. Programs: (row, BLOCK of the head's ids)."""
     n, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target_id = tl.load(target_id_Q + j, mask=j < Q, other=0)

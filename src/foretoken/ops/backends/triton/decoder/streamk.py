@@ -41,10 +41,9 @@ SLOTS = 2  # a program shares at most the first and the last of its tiles with o
 
 
 @gluon.jit
-def _ask_weights(
-    weight, full, weights, unit, stage, N: gl.constexpr, KT: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, MP: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
+def _ask_weights(weight, full, weights, unit, stage, N: gl.constexpr, KT: gl.constexpr,
+                 BN: gl.constexpr, BK: gl.constexpr, MP: gl.constexpr,
+                 HALVES: gl.constexpr):  # fmt: skip
     """Start to load a unit's weights; `full` also waits for the unit's x."""
     mbarrier.expect(full.index(stage), (HALVES * BN + MP) * BK * 2)
     for half in gl.static_range(HALVES):
@@ -55,11 +54,9 @@ def _ask_weights(
 
 
 @gluon.jit
-def _load(
-    weight, x, full, free, weights, xs, begin, end, N: gl.constexpr, KT: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, MP: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr,
-):  # fmt: skip
+def _load(weight, x, full, free, weights, xs, begin, end, N: gl.constexpr, KT: gl.constexpr,
+          BN: gl.constexpr, BK: gl.constexpr, MP: gl.constexpr, STAGES: gl.constexpr,
+          HALVES: gl.constexpr):  # fmt: skip
     """Fill the ring. Loads of x wait for the previous kernel, those of weights need not."""
     early = min(begin + STAGES, end)
     for unit in range(begin, early):
@@ -76,10 +73,8 @@ def _load(
 
 
 @gluon.jit
-def _inverse_rms(
-    squares_PM, M, K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr,
-    MP: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+def _inverse_rms(squares_PM, M, K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr,
+                 EPS: gl.constexpr, MP: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """1 / rms of each row, from the parts of its sum of squares: [1, MP]."""
     tall: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [gl.num_warps(), 1], [1, 0])
     part = gl.arange(0, PP, gl.SliceLayout(1, tall))
@@ -91,12 +86,10 @@ def _inverse_rms(
 
 
 @gluon.jit
-def _multiply(
-    full, free, weights, xs, begin, end, operands: Operands, partial, arrived, M, N: gl.constexpr,
-    K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr, EPILOGUE: gl.constexpr,
-    MP: gl.constexpr, BN: gl.constexpr, KT: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr,
-):  # fmt: skip
+def _multiply(full, free, weights, xs, begin, end, operands: Operands, partial, arrived, M,
+              N: gl.constexpr, K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr,
+              EPS: gl.constexpr, EPILOGUE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr,
+              KT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
     """Multiply units begin..end - 1 as they arrive; write the tiles that are then complete."""
     y, bias, residual, gain, scaled, squares_in, squares_out = operands
     UNITS: gl.constexpr = N // BN * KT
@@ -176,11 +169,10 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def streamk_kernel(
-    weight, x, operands: Operands, partial, arrived, M, N: gl.constexpr, K: gl.constexpr,
-    P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr, EPILOGUE: gl.constexpr, MP: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def streamk_kernel(weight, x, operands: Operands, partial, arrived, M, N: gl.constexpr,
+                   K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr,
+                   EPILOGUE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+                   STAGES: gl.constexpr):  # fmt: skip
     """A product as in `tiles.py`; with SILU, the N rows of `up` lie after the N rows of `gate`.
 
     Args:

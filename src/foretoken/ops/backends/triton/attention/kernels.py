@@ -52,7 +52,7 @@ def _repeat_for_groups(x, TILE: tl.constexpr):
     if TILE.W > 1:
         D: tl.constexpr = x.shape[1]
         x = x.reshape(TILE.SETS, 1, TILE.Q, D)
-        x = tl.broadcast_to(x, (TILE.SETS, TILE.GROUPS, TILE.Q, D)).reshape(TILE.W, TILE.Q, D)
+        x = tl.broadcast_to(x, TILE.SETS, TILE.GROUPS, TILE.Q, D).reshape(TILE.W, TILE.Q, D)
     return x
 
 
@@ -183,7 +183,7 @@ def _pass_over_piece(top, total, acc, begin, end, query, position, table, cache:
         if MASKED or SHAPE.WINDOW:
             at = first + tl.expand_dims(_key_numbers(TILE), 0)
             if W > 1:
-                at = tl.broadcast_to(at, (SETS, TILE.GROUPS, TILE.KEYS)).reshape(W, 1, TILE.KEYS)
+                at = tl.broadcast_to(at, SETS, TILE.GROUPS, TILE.KEYS).reshape(W, 1, TILE.KEYS)
             seen = at <= position
             if SHAPE.WINDOW:
                 seen &= at > position - SHAPE.WINDOW
@@ -215,10 +215,9 @@ def _store(top, total, acc, item, t, head, live, scores: Scores, partials: Parti
     """Add up the results of each set's warps; store each row's values, or partial ones to merge."""
     highest = top
     if TILE.W > 1:
-        grouped: tl.constexpr = (TILE.SETS, TILE.GROUPS, TILE.Q)
-        highest = tl.max(top.reshape(grouped), 1)
-        rescale = tl.broadcast_to(highest[:, None, :], grouped).reshape(TILE.W, TILE.Q)
-        rescale = tl.exp2(top - rescale)
+        highest = tl.max(top.reshape(TILE.SETS, TILE.GROUPS, TILE.Q), 1)
+        rescale = tl.broadcast_to(highest[:, None, :], TILE.SETS, TILE.GROUPS, TILE.Q)
+        rescale = tl.exp2(top - rescale.reshape(TILE.W, TILE.Q))
         total = _sum_groups((total * rescale)[:, :, None], TILE).reshape(TILE.R)
         acc = _sum_groups(acc * rescale[:, :, None], TILE)
         highest = highest.reshape(TILE.R)
@@ -252,6 +251,9 @@ def decode_kernel(rows: TokenRows, heads: HeadInputs, cache: Cache, work: Work, 
     G: tl.constexpr = SHAPE.G
     R: tl.constexpr = TILE.R
     LIVE: tl.constexpr = TILE.LIVE
+    Q: tl.constexpr = TILE.Q
+    W: tl.constexpr = TILE.W
+    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     h, i, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     items = tl.load(work.totals)
     item = load_item(work.few_I, i)
@@ -284,12 +286,12 @@ def decode_kernel(rows: TokenRows, heads: HeadInputs, cache: Cache, work: Work, 
             position = item.start + t
         query = _repeat_for_groups(query, TILE)
         position = _repeat_for_groups(position[:, None], TILE)
-        if TILE.W > 1:
-            top = tl.full((TILE.W, TILE.Q), UNSEEN, tl.float32)
-            acc = tl.zeros((TILE.W, TILE.Q, SHAPE.WIDTH_V), tl.float32)
+        if W > 1:
+            top = tl.full((W, Q), UNSEEN, tl.float32)
+            acc = tl.zeros((W, Q, WIDTH_V), tl.float32)
         else:
             top = tl.full((R,), UNSEEN, tl.float32)
-            acc = tl.zeros((R, SHAPE.WIDTH_V), tl.float32)
+            acc = tl.zeros((R, WIDTH_V), tl.float32)
         total = tl.zeros_like(top)
         # Tiles below `seen_by_all` need no mask: each row sees all of their keys.
         seen_by_all = tl.minimum(item.end, item.start) // TILE.TOKENS * TILE.TOKENS
@@ -389,6 +391,7 @@ def prefill_kernel(rows: TokenRows, cache: Cache, work: Work, scores: Scores, ou
     """Program h + H_KV * i takes K/V head h of tile i."""
     rows, cache = rows, cache  # makes values of 1s, see `triton/records.py`
     G: tl.constexpr = SHAPE.G
+    WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
     WINDOW: tl.constexpr = SHAPE.WINDOW
     h, i = tl.program_id(0) % SHAPE.H_KV, tl.program_id(0) // SHAPE.H_KV
     if i < tl.load(work.totals + 2):
@@ -401,7 +404,7 @@ def prefill_kernel(rows: TokenRows, cache: Cache, work: Work, scores: Scores, ou
         query = load_heads(row_p, live, SHAPE.D, SHAPE.WIDTH)
         top = tl.full((R,), UNSEEN, tl.float32)
         total = tl.zeros((R,), tl.float32)
-        acc = tl.zeros((R, SHAPE.WIDTH_V), tl.float32)
+        acc = tl.zeros((R, WIDTH_V), tl.float32)
         lowest = item.start + item.row // G
         highest = tl.minimum(item.start + (item.row + R - 1) // G, item.end - 1)
         begin, seen_by_all = 0, (lowest + 1) // KEYS * KEYS  # below it every row sees every key
@@ -422,7 +425,7 @@ def prefill_kernel(rows: TokenRows, cache: Cache, work: Work, scores: Scores, ou
                                              item.request, cache, scores, h, True, SHAPE, KEYS,
                                              STAGES)  # fmt: skip
         result = normalized(top, total, acc, head, live, scores)
-        d_v = tl.arange(0, SHAPE.WIDTH_V)
+        d_v = tl.arange(0, WIDTH_V)
         place = ((item.first + t).to(tl.int64) * SHAPE.H + head)[:, None] * SHAPE.D_V
         inside_v = live[:, None] & (d_v < SHAPE.D_V)
         tl.store(out + place + d_v, result.to(out.dtype.element_ty), mask=inside_v)

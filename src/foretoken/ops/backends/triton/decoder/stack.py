@@ -31,8 +31,7 @@ from foretoken.ops.backends.triton.launch import overlaps
 from foretoken.ops.checks import check_pass
 
 from foretoken.ops.stack import (  # isort: skip
-    KV, Attention, FeatureRule, Features, ForwardOutput, Rope, Stack, UnfitError,
-    check_dense, plain,
+    KV, Attention, Features, ForwardOutput, Rope, Stack, UnfitError, check_dense, plain,
 )  # fmt: skip
 from foretoken.ops.steps import ForwardBatch
 from foretoken.ops.types import AttentionBatch, AttentionOptions
@@ -157,28 +156,19 @@ class FusedStack:
         # Plans of attention are made before any kernel lets the next one start.
         for heads, options in {(m.heads, m.options) for _, m, _, _ in stack.layers}:
             prepare(batch, len(token_T), heads, kv.keys[0], kv.values[0], options)
-        input_T2C = None
-        if rule is not None and isinstance(features, Tensor):
-            input_T2C, state_TC = self._join(token_T, features, rule)
-        else:
-            state_TC = embed(token_T, plain(stack.embedding))
-        return ResidualStream(self._products, state_TC, stack.layers[0].mixer_norm_C), input_T2C
-
-    def _join(
-        self, token_T: Tensor, feature_TC: Tensor, rule: FeatureRule
-    ) -> tuple[Tensor, Tensor]:
-        """(the input of the first q, k and v, the first state of the residual stream)."""
-        stack, products = self.stack, self._products
-        (rows, size), vocabulary = feature_TC.shape, len(plain(stack.embedding))
-        input_T2C = feature_TC.new_empty(rows, 2 * size)
-        normed_TC = torch.empty_like(feature_TC) if rule.norm_before_residual else None
+        table_VC, gain_C = plain(stack.embedding), stack.layers[0].mixer_norm_C
+        if rule is None or not isinstance(features, Tensor):
+            return ResidualStream(self._products, embed(token_T, table_VC), gain_C), None
+        (rows, size), overlap = features.shape, self._products.overlap
+        input_T2C = features.new_empty(rows, 2 * size)
+        normed_TC = torch.empty_like(features) if rule.norm_before_residual else None
         launch(
-            join_kernel, (rows, 2), token_T, plain(stack.embedding), stack.layers[0].mixer_norm_C,
-            feature_TC, rule.feature_norm_C, input_T2C, normed_TC, vocabulary, size,
-            triton.next_power_of_2(size), stack.eps, products.overlap, num_warps=8,
-            **products.dependent,
+            join_kernel, (rows, 2), token_T, table_VC, gain_C, features, rule.feature_norm_C,
+            input_T2C, normed_TC, len(table_VC), size, triton.next_power_of_2(size), stack.eps,
+            overlap, num_warps=8, **self._products.dependent,
         )  # fmt: skip
-        return input_T2C, feature_TC if normed_TC is None else normed_TC
+        state_TC = features if normed_TC is None else normed_TC
+        return ResidualStream(self._products, state_TC, gain_C), input_T2C
 
     def _by_target_ids(self, logits_NQ: Tensor) -> Tensor:
         """[N, V]: logits in the columns of their target ids, -inf in all others."""
@@ -227,7 +217,6 @@ def rotary_angles(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_fit(stack: Stack) -> None:
-    """Raise `UnfitError`, with the reason, if the kernels cannot run the stack."""
     table_VC, mixers = plain(stack.embedding), [layer.mixer for layer in stack.layers]
     if table_VC.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise UnfitError(f"weights are on {table_VC.device}, not on a GPU")
@@ -251,7 +240,7 @@ def _check_fit(stack: Stack) -> None:
 
 
 def _unsupported(stack: Stack, mixer: Attention) -> list[str]:
-    """Names of features that kernels do not implement together with a `FeatureRule`."""
+    """Names of the stack's features that the kernels lack together with a `FeatureRule`."""
     if (rule := stack.features) is None:
         return []
     present = {

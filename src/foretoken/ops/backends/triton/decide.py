@@ -150,13 +150,13 @@ def store_lines(agenda_b: RequestAgenda, number, lines: Line, mask):
     """Write a vector of lines to an agenda; `number`: the place of each line in the agenda."""
     integers, floats = agenda_b.integers + number * INTEGERS, agenda_b.floats + number * FLOATS
     row, position, p, target, log_p, log_q, log_next = lines
-    whole = (row, position, target.mode, target.token, target.q_offset)
-    parts = (target.q_threshold, target.q_lse, target.log_w, p.threshold, p.scale, p.lse, log_p,
-             log_q, log_next)  # fmt: skip
+    _, _, _, q_threshold, q_lse, log_w = target
+    integer_fields = (row, position, target.mode, target.token, target.q_offset)
+    float_fields = (q_threshold, q_lse, log_w, p.threshold, p.scale, p.lse, log_p, log_q, log_next)
     for n in tl.static_range(INTEGERS):
-        tl.store(integers + n, whole[n], mask=mask)
+        tl.store(integers + n, integer_fields[n], mask=mask)
     for n in tl.static_range(FLOATS):
-        tl.store(floats + n, parts[n], mask=mask)
+        tl.store(floats + n, float_fields[n], mask=mask)
 
 
 @triton.jit
@@ -209,10 +209,8 @@ def decide_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agenda
                   RAGGED: tl.constexpr, UNDER_BLOCK: tl.constexpr, KP: tl.constexpr,
                   NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A program per request stores how many drafts it accepts, and the next token or its agenda.
-
     agenda: None if no residual pass follows; then every token is drawn here. RAGGED: whether
-    requests can have drafts. UNDER_BLOCK: whether a request can be under BLOCK.
-    """
+    requests can have drafts. UNDER_BLOCK: whether a request can be under BLOCK."""
     let_next_start(OVERLAP)
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     b, i = tl.program_id(0), tl.arange(0, KP)
@@ -247,10 +245,8 @@ def decide_request(batch: Batch, drafts: Drafts, agenda: Agenda | None, b, RAGGE
                    KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
                    OVERLAP: tl.constexpr):  # fmt: skip
     """The `Decision` on request b. If BLOCK needs residuals first, writes the lines of the agenda.
-
-    RAGGED, UNDER_BLOCK: as in `decide_kernel`. RESIDUALS: whether residuals can be summed after
-    the decision. CHUNK: see `first_row`.
-    """
+    RAGGED, UNDER_BLOCK: as in `decide_kernel`. RESIDUALS: whether residuals can be summed after the
+    decision. CHUNK: see `first_row`."""
     i = tl.arange(0, KP)
     request = read_request(batch, b, RAGGED, CHUNK)
     settings = request.settings
@@ -364,11 +360,9 @@ def _apply_rule(batch: Batch, drafts: Drafts, agenda: Agenda | None, request: Re
 def _all_lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, log_p, log_next,
                compact, i):  # fmt: skip
     """The lines of a request under BLOCK: the rule needs the residual mass of every row.
-
     The residual pass sums the masses of dense rows with a real q, those of short lists are summed
     when the rule is applied, and with a one-hot q the mass follows from p(x_i). Under flat noise
-    the pass reads every dense row, since a draw needs its best scores.
-    """
+    the pass reads every dense row, since a draw needs its best scores."""
     log_w = shifted(log_next, -1)  # 0 for row 0: nothing precedes it
     needs_pass = (i < request.num) & (drafted.log_q > float("-inf")) & (log_w > float("-inf"))
     needs_pass = needs_pass & (request.settings.flat | drafted.real_q) & (compact == 0)
@@ -397,9 +391,7 @@ def _replacement_mode(log_q, real_q):
 @triton.jit
 def draw_next_token(batch: Batch, decision: Decision, NBP: tl.constexpr, FP64: tl.constexpr):
     """(number of accepted drafts, the token after them) of a request that needs no residual.
-
-    If draws decide, rows are drawn one after the other as long as the drawn token is the draft.
-    """
+    If draws decide, rows are drawn one after the other as long as the drawn token is the draft."""
     request, accepted = decision.request, decision.accepted
     drawn_token = tl.full((), -1, tl.int64)
     finite = is_finite(decision.p.lse).to(tl.int32)

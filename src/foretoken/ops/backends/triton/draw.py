@@ -62,9 +62,7 @@ def q_offset(q: Q | None, slot, index):
 @triton.jit
 def token_address(requests: Requests, settings: Settings, b, i, token_stream, DRAFT: tl.constexpr):
     """The `Address` of the noise by which row i of request b draws its token.
-
-    DRAFT: rows are drafts. Under COUPLED they use the noise by which the target will draw.
-    """
+    DRAFT: rows are drafts. Under COUPLED they use the noise by which the target will draw."""
     index = tl.full((), 0, tl.int32)
     stream = index + token_stream
     if DRAFT:
@@ -95,10 +93,8 @@ def _against_q(x, off, p: Softmax, target: Target, q: Q):
 @triton.jit
 def log2_weights(x, off, p: Softmax, target: Target, q: Q | None):
     """log2 weights of ids `off` with edited logits x; normalised only in mode RESIDUAL.
-
     There log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p). Leviathan et al. 2023,
-    appendix A.1, with the weight w of Sun et al. 2024.
-    """
+    appendix A.1, with the weight w of Sun et al. 2024."""
     weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
     if target.mode == WITHOUT_TOKEN:
         weight = tl.where(off == target.token, float("-inf"), weight)
@@ -177,10 +173,8 @@ def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, tar
 def draw(batch: Batch, row, settings: Settings, target: Target, address: Address, block_noise,
          NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
     """Draw one token of a row; from p if the residual has no mass.
-
     For a dense row in mode RESIDUAL, or WITHOUT_TOKEN under flat noise, `Scratch` must hold the
-    residual's masses and best scores. block_noise: noise of the block stream, a value per block.
-    """
+    residual's masses and best scores. block_noise: noise of the block stream, a value per block."""
     rows, scratch = batch.rows, batch.scratch
     threshold, lse, count = float("-inf"), 0.0, -1
     token = tl.full((), 0, tl.int64)

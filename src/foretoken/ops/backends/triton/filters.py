@@ -159,11 +159,9 @@ def _bound(top_J, group_top, settings: Settings, rows: RawRows):
 @triton.jit
 def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
     """Write the numbers of groups with maxima >= bound to `group_top`, rising; returns how many.
-
     They overwrite the maxima, each after it is read: a group's rank is at most its number. A result
     above CAPACITY, of groups or only of blocks, means that no short list can hold all logits that
-    reach the bound. `blocks`: memory for CAPACITY numbers.
-    """
+    reach the bound. `blocks`: memory for CAPACITY numbers."""
     chosen = (top_J >= bound) & (top_J > float("-inf"))
     chosen_blocks = tl.sum(chosen.to(tl.int32), axis=0)
     picked = chosen_blocks
@@ -218,10 +216,8 @@ def _fill_list(rows: RawRows, row, bound, groups, picked, list_id, list_x):
 @triton.jit
 def _threshold(x, valid, settings: Settings, top, floor, total):
     """(threshold, whether it is exact) from a short list that holds every logit >= its bound.
-
     `total`: log2 mass of the whole row; not used after top-k or min-p, since the list holds all
-    logits that these keep. Weights are integers: their sums are exact in any order.
-    """
+    logits that these keep. Weights are integers: their sums are exact in any order."""
     key = tl.where(valid, key_of(x), 0)
     threshold = floor
     if settings.counted:

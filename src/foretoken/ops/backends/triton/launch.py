@@ -28,8 +28,7 @@ BLOCKS_PER_LOAD = 4  # upper bound; `begin_NJ` has so many spare columns
 class Call:
     """One call of an op: the arguments of its kernels, and constants that these are compiled for.
 
-    width: upper bound of the rows of a request
-    blocks_padded: a power of 2, at least the number of blocks of a row
+    width, blocks_padded: bounds of the rows of a request, and (a power of 2) of the blocks of a row
     flat: whether slots without top-k can draw by flat noise
     stream, drafts: the stream of token noise; whether that is DRAFT_TOKEN
     """
@@ -64,9 +63,7 @@ class Call:
         self, kernel: Any, programs: int, *args: Any, early: bool = True, **options: Any
     ) -> None:
         """Launch a kernel with the batch, `args` and, last, OVERLAP.
-
-        early: whether this kernel can start while the previous one still runs.
-        """
+        early: whether this kernel can start while the previous one still runs."""
         options |= dependent(self._overlap and early)
         launch(kernel, (programs,), self._shared, *args, self._overlap, **options)
 
@@ -133,9 +130,7 @@ def requests_of(*tensors: Tensor) -> Requests:
 
 def scratch_of(rows: RawRows, flat: bool, filtering: bool) -> Scratch:
     """Memory for the kernels of an op. flat: as in `Call`; filtering: whether a slot has filters.
-
-    A captured graph keeps these blocks of PyTorch's allocator, so its replays allocate nothing.
-    """
+    A captured graph keeps these blocks of PyTorch's allocator, so its replays allocate nothing."""
     num_rows, device = len(rows.logits_NV), rows.logits_NV.device
     f32, i32 = torch.float32, torch.int32
     mass = torch.empty(num_rows * rows.NB, dtype=f32, device=device)

@@ -66,9 +66,7 @@ def uniform64(high, low):
 @triton.jit
 def log2(x):
     """The hardware's log2 of FP32, to 2^-22 of max(1, |log2 x|); subnormal numbers count as 0.
-
-    It is one instruction. `tl.log2` takes 30: they were most instructions of a draw.
-    """
+    It is one instruction. `tl.log2` takes 30: they were most instructions of a draw."""
     if _ONE_INSTRUCTION:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -80,10 +78,8 @@ def log2(x):
 @triton.jit
 def gumbel(u):
     """-log2(-ln(1 - u)): standard Gumbel noise -ln(-ln(1 - u)) in units of ln 2.
-
     The highest noise comes from u near 0. There -ln(1 - u) is summed as a series: the hardware's
-    log2 has an absolute error of 2^-22, which is 2 % of -ln(1 - u) at u = 1e-5.
-    """
+    log2 has an absolute error of 2^-22, which is 2 % of -ln(1 - u) at u = 1e-5."""
     series = u * (1 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * (0.2 + u * (1 / 6 + u * (1 / 7)))))))
     return -log2(tl.where(u < 0.1, series, log2(1 - u) * -LN2))
 

@@ -3,8 +3,7 @@
 Log-probabilities take two launches and no copy of the logits. The first measures every block of
 1024, in programs of one warp as the scan does. The second has a program per row. Let groups of 64
 be ordered by falling maxima, and equal ones by rising number. Then the k likeliest tokens lie in
-the first k groups, whatever the ties: each of these has a token that comes before all tokens of a
-later group.
+the first k groups: each of these has a token that comes before all tokens of a later group.
 
 Rows with filters are read twice: sampling's kernels find their thresholds first. Scratch takes
 1.76 % of raw logits at fp32 size (V = 151 936); with filters and edits as much as in sampling.
@@ -130,9 +129,8 @@ def measure_kernel(batch: Batch, token_N, measured: Measured, parts, PER: tl.con
 @triton.jit
 def _largest(x, id_, T, TP: tl.constexpr):
     """(values, ids) [TP] of the T largest of x; equal values by rising id.
-
-    T iterations of two reductions take a tenth of a sort's instructions, and of its compile time.
-    """
+    T iterations of two reductions take a tenth of a sort's instructions, and of its compile
+    time."""
     key, i = key_of(x), tl.arange(0, TP)
     largest, ids = tl.zeros((TP,), tl.uint32), tl.zeros((TP,), tl.int32)
     for t in range(T):
@@ -181,9 +179,7 @@ def likeliest_kernel(batch: Batch, token_N, measured: Measured, result: Logprobs
 
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """Log-probabilities of raw logits, or of processed `Rows`; see `Backend.logprobs`.
-
-    Two launches, and those that find thresholds if `params.has_filters`.
-    """
+    Two launches, and those that find thresholds if `params.has_filters`."""
     # Raw logits have no slots: `token_N` stands for `slot_N`, which no kernel reads then.
     fields = rows if isinstance(rows, Rows) else (rows, None, token_N, None)
     logits_NV, params, slot_N, edits = fields

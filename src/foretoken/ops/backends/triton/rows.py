@@ -80,9 +80,7 @@ def wait_for_writes(OVERLAP: tl.constexpr):
 @triton.jit
 def first_row(requests: Requests, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr = REQUEST_CHUNK):
     """The row that decides request b's first token: the sum of K + 1 over earlier requests.
-
-    CHUNK: how many requests are summed together; up to 4 need no exchange between warps.
-    """
+    CHUNK: how many requests are summed together; up to 4 need no exchange between warps."""
     if RAGGED:
         total = tl.zeros((CHUNK,), tl.int64)
         for start in range(0, b, CHUNK):
@@ -98,10 +96,8 @@ def first_row(requests: Requests, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr =
 def edit_kernel(rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M, subtract_M,
                 WIDTH: tl.constexpr):  # fmt: skip
     """A program per row fills `value_M` and `begin_NJ`, so that later kernels can look edits up.
-
     `rows.entries` is None here. A masked token's value is -inf, since the mask is applied first.
-    `_first_entry` runs last: by then the tokens that it reads are in the L1 cache.
-    """
+    `_first_entry` runs last: by then the tokens that it reads are in the L1 cache."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(start_N1 + row), tl.load(start_N1 + row + 1)
     for first in range(begin, end, _ENTRY_CHUNK):
@@ -171,9 +167,7 @@ def load_span(rows: RawRows, row, first, WIDTH: tl.constexpr, evict: tl.constexp
 @triton.jit
 def load_at(rows: RawRows, row, off, valid):
     """Edited logits at ids `off`; `row`: one row, or a block like `off`. -inf where not `valid`.
-
-    Each lane finds its entry by a binary search among those of the id's block.
-    """
+    Each lane finds its entry by a binary search among those of the id's block."""
     row = row + tl.zeros_like(off)
     place = rows.logits_NV + row * rows.stride + off
     x = tl.load(place, mask=valid, other=float("-inf")).to(tl.float32)

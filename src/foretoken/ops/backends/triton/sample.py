@@ -107,9 +107,7 @@ def scan_kernel(batch: Batch, counter_B, parts, token_stream, K1: tl.constexpr, 
 def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT: tl.constexpr,
                    FP64: tl.constexpr):  # fmt: skip
     """(log2 of the sum of 2^(x scale), the best of x scale + noise if `scored`) of a block.
-
-    At T=0 the first is the largest logit instead, or NaN if a logit is NaN.
-    """
+    At T=0 the first is the largest logit instead, or NaN if a logit is NaN."""
     best = tl.full((), float("-inf"), tl.float32)
     if settings.greedy:
         broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
@@ -128,9 +126,7 @@ def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT:
 def pick_kernel(batch: Batch, token_N, token_stream, NBP: tl.constexpr, FP64: tl.constexpr,
                 DRAFT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A program per row draws the row's token.
-
-    DRAFT: rows are drafts; their thresholds and lse go to the draft cache, if there is one.
-    """
+    DRAFT: rows are drafts; their thresholds and lse go to the draft cache, if there is one."""
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows, requests, scratch, q = batch.rows, batch.requests, batch.scratch, batch.q
     row = tl.program_id(0).to(tl.int64)
@@ -161,9 +157,7 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     """A draft per row; stores each draft's q in `cache`, if given. See `Backend.draft`.
-
-    The scan copies raw rows to the cache as it reads them; block masses are not kept.
-    """
+    The scan copies raw rows to the cache as it reads them; block masses are not kept."""
     logits_NV, params, slot_N, edits = rows
     requests = requests_of(slot_N, slot_N, noise.position_N, noise.draft_index_N)
     call = Call(logits_NV, params, requests, edits, cache, noise.fp64, noise.streams[0])

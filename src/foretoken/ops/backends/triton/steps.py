@@ -43,10 +43,8 @@ class SlotTable(NamedTuple):
 
 
 class RoundTensors(NamedTuple):
-    """A round of drafting: the tensors of `DraftRequests`, then those of `Round`.
-
-    place_3KB: `position_KB`, `length_KB` and `index_KB`. known, max_len: see `Steps.begin_round`
-    """
+    """A round of drafting: the tensors of `DraftRequests`, then those of `Round`; `place_3KB` has
+    `position_KB`, `length_KB` and `index_KB`. known, max_len: see `Steps.begin_round`."""
 
     slot_B: Tensor
     num_B: Tensor
@@ -71,10 +69,8 @@ class Packed(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """Prompt lookup: tensors of `DraftRequests`, and ranks. P: parts of a text, TEXT tokens each.
-
-    rank_BP: rank of the best occurrence of the suffix that ends in the part; 0: there is none
-    """
+    """Prompt lookup: tensors of `DraftRequests`, and `rank_BP`: rank of the best occurrence of the
+    suffix that ends in part P of the text, TEXT tokens long; 0: there is none."""
 
     slot_B: Tensor
     num_B: Tensor
@@ -139,11 +135,9 @@ def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out:
 @triton.jit
 def _span(table: SlotTable, step: StepTokens, drafting: RoundTensors, i, live):
     """The `Span` that request i computes, or a vector of spans; empty where not `live`.
-
     A request that has reached its limit is computed in the spare slot: the keys and values of its
     last token are not needed, and perhaps no block exists for them. d: the request's index among
-    those that decide, -1 if it does not decide.
-    """
+    those that decide, -1 if it does not decide."""
     if drafting is None:
         slot, d = _slot_or_spare(table, step.slot_B, i, live), i.to(tl.int64)
         if step.of_B is not None:
@@ -284,10 +278,8 @@ def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constex
 @triton.jit
 def search_kernel(table: SlotTable, lookup: Lookup, shortest, longest, OVERLAP: tl.constexpr):
     """Programs: (request, part of its text). Each ranks the suffix's occurrences that end there.
-
     Longer suffixes rank higher. For equal lengths, occurrences with enough later tokens for all
-    drafts rank above all others; of the former the latest, of the latter the earliest is highest.
-    """
+    drafts rank above all others: the former rank by rising position, the latter by falling."""
     wait_for_writes(OVERLAP)
     table, lookup = table, lookup
     b, part = tl.program_id(0), tl.program_id(1)

@@ -11,11 +11,11 @@ whole GPU, measures W(x >= a) and W(x >= b), lists the logits in [a, b), and wri
 weight W(x >= b), which stays valid wherever in [a, b) the threshold is. Programs of one warp take
 blocks of queued rows one by one: no barrier between warps. If the guess was wrong or too wide, a
 second sweep does the same with keys that follow from the results of the first; `wide.py` continues
-from there. What these launches save and cost: decision 010.
+from there (decision 010).
 
-Programs reserve stretches of the row's list in any order. No result depends on the order: weights
-are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the largest weight is 1),
-and listed logits are added to a block's mass in the order of ids.
+Blocks take stretches of the row's list in any order. No result depends on the order: weights are
+summed as integers of 2^-40 (`FIXED`; the largest weight is 1), and listed logits are added to a
+block's mass in the order of ids.
 
 A queued row has no short list. Until `wide_kernel` has ended, that memory holds notes:
 
@@ -241,9 +241,7 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
 @triton.jit
 def bisect(key, weight, low, high, need, step):
     """The largest t in [low, high) such that the weight of keys >= t reaches `need`; low if none.
-
-    The result can be up to step - 1 less than t: a step of 1 is exact.
-    """
+    The result can be up to step - 1 less than t: a step of 1 is exact."""
     while high - low > step:
         middle = low + ((high - low) >> 1)
         if tl.sum(tl.where(key >= middle, weight, tl.zeros_like(weight)), axis=0) >= need:
@@ -260,10 +258,8 @@ Swept = namedtuple("Swept", "whole from_a from_b listed")
 @triton.jit
 def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr):
     """Each program, of any number, sweeps parts of queued rows until no part is left.
-
     parts: number of parts of a row; part n takes blocks n, n + parts, ... TURN: 0 sweeps all queued
-    rows, 1 those in which the first sweep missed the threshold.
-    """
+    rows, 1 those in which the first sweep missed the threshold."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
@@ -285,11 +281,9 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
 @triton.jit
 def _second_guess(filtered: Filtered, row, first: Guess, room):
     """(`missed`: whether the row needs a second sweep, the guess of that sweep).
-
     It does if W(x >= b) < need <= W(x >= a) does not hold or the list overflowed, but only if
     logits were listed. Their number says how dense logits are near the first keys. This tells how
-    many keys away the threshold is or, if the list overflowed, where it is between the keys.
-    """
+    many keys away the threshold is or, if the list overflowed, where it is between the keys."""
     a, b = first.a, first.b
     search, swept = load_search(filtered, row), load_sweep(filtered, row, 0)
     weighting, need = search.weighting, needed(search, swept.whole)

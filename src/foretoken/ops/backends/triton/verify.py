@@ -8,9 +8,8 @@ If there are few requests, `settle_kernel` replaces both `decide_kernel` and `re
 of its programs makes the request's decision by itself and draws the best token of one block; the
 last one to arrive takes the best of these. That saves a launch, and the draw at the end. With many
 requests, deciding so often is wasted work (decision 010). It has no BLOCK, which needs the masses
-of all rows first. All programs of a request must reach the same decision, at whatever time they
-run. So until all have arrived, a program changes nothing that decisions read: what it stores to
-`Scratch.lse_N` is the value that was there before.
+of all rows first. All programs of a request must reach the same decision: until all have arrived, a
+program changes nothing that decisions read (it stores to `Scratch.lse_N` what was there before).
 """
 
 from __future__ import annotations
@@ -130,9 +129,7 @@ def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agen
 def measure_residual(batch: Batch, row, part, settings: Settings, p: Softmax, target: Target,
                  address: Address, PER: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
     """(log2 masses, best scores, logits) of PER blocks of a row's residual, from part * PER on.
-
-    Without flat noise the best scores mean nothing.
-    """
+    Without flat noise the best scores mean nothing."""
     width: tl.constexpr = PER * BLOCK
     start = part * width
     off = start + tl.arange(0, width)
@@ -181,10 +178,8 @@ def settle_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Ca
                   KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
                   OVERLAP: tl.constexpr):  # fmt: skip
     """Programs: (request, block of the row to be drawn from). No slot can be under BLOCK.
-
     ONE_ROW: every program draws from its block of the residual; the last to arrive takes the best
-    of these tokens. In all other cases the first program draws, and no other does anything.
-    """
+    of these tokens. In all other cases the first program draws, and no other does anything."""
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     NB = batch.rows.NB
     b, block = tl.program_id(0) // NB, tl.program_id(0) % NB
@@ -211,9 +206,12 @@ def settle_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Ca
         tl.debug_barrier()
         if tl.atomic_add(candidates.arrived_B + b, 1, sem="acq_rel") != NB - 1:
             return
-        drawn_token, undrawn = _best_candidate(score_p, NB, NBP)
+        j = tl.arange(0, NBP)
+        score = tl.load(score_p + 2 * j, mask=j < NB, other=float("-inf"), cache_modifier=".cg")
+        token = tl.load(score_p + 2 * j + 1, mask=j < NB, other=0.0, cache_modifier=".cg")
+        best, token = tl.reduce((score, token), 0, _better)
+        drawn_token, undrawn = token.to(tl.int64), best == float("-inf")
         if undrawn:  # set masses to 0, so that `draw` uses p; all programs have read them by now
-            j = tl.arange(0, NBP)
             tl.store(batch.scratch.mass_NJ + row * NB + j, float("-inf"), mask=j < NB)
             tl.debug_barrier()
     else:
@@ -249,23 +247,13 @@ def _better(score, token, other_score, other_token):
     return tl.where(first, score, other_score), tl.where(first, token, other_token)
 
 
-@triton.jit
-def _best_candidate(candidates, NB, NBP: tl.constexpr):
-    """(the candidate token with the best score, whether no block has a candidate)."""
-    j = tl.arange(0, NBP)
-    score = tl.load(candidates + 2 * j, mask=j < NB, other=float("-inf"), cache_modifier=".cg")
-    token = tl.load(candidates + 2 * j + 1, mask=j < NB, other=0.0, cache_modifier=".cg")
-    best, token = tl.reduce((score, token), 0, _better)
-    return token.to(tl.int64), best == float("-inf")
-
-
 def verify(batch: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
 
     Three launches (two for few requests), more with filters, and one more for edit entries. The
     host never waits for the device.
 
-    The output is distributed exactly as the target's (Leviathan et al. 2023, appendix A.1; Sun et
+    The output has exactly the target's distribution (Leviathan et al. 2023, appendix A.1; Sun et
     al. 2024, theorem 1; Daliri et al. 2024). If a row that decided is not finite, its request gets
     the token -1.
     """

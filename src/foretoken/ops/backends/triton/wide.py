@@ -12,9 +12,9 @@ halved instead, so that the search ends for every row.
 A pass by one program is a chain of latencies, so the next span is loaded during work on the last.
 Flat noise needs one more pass, which writes masses and best scores as the scan does.
 
-Weights are relative to the row's maximum, and so are the masses until they are complete. A block
-with underflowing weight has no part in any draw: top-p drops it, min-p drops masses below 2^-126,
-and under flat noise the masses only say whether a row is empty.
+Weights are relative to the row's maximum. A block with underflowing weight has no part in any draw:
+top-p drops it, min-p drops masses below 2^-126, and under flat noise the masses only say whether a
+row is empty.
 """
 
 from __future__ import annotations
@@ -50,11 +50,9 @@ _LISTED_CHUNK = tl.constexpr(8)  # listed logits that `_add_listed` adds to each
 def wide_kernel(batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr,
                 FP64: tl.constexpr, DRAFT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Programs: (request, row of it). Makes UNDECIDED rows DENSE; most rows are not UNDECIDED.
-
     The compiler must not know that the rows' stride is a multiple of 16. It would load four
     neighbours per thread. But logits are stored to the list one by one, so it would move ranks,
-    addresses and values of each span to another layout, through shared memory.
-    """
+    addresses and values of each span to another layout, through shared memory."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
@@ -108,10 +106,8 @@ def _load_span(rows: RawRows, row, first):
 @triton.jit
 def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
     """One pass over a row; returns `Swept`.
-
     Writes the logits between the guess's keys to the list, block by block until it is full, and
-    each block's stretch and W(x >= b).
-    """
+    each block's stretch and W(x >= b)."""
     rows, scratch, room = batch.rows, batch.scratch, room_for_list(batch.rows)
     lowest, highest = value_of(guess.a), value_of(guess.b)
     shape: tl.constexpr = (_SPAN_BLOCKS, BLOCK // _LANES, _LANES)
@@ -157,10 +153,8 @@ def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
 @triton.jit
 def _search(batch: Batch, row, search: Search, swept_before):
     """(the largest t such that W(x >= t) reaches the weight needed, a number of listed logits).
-
     The number is that of the last pass; if it exceeds the list's room, list and masses are not
-    those of t. swept_before: whether `sweep.py` made the first sweeps.
-    """
+    those of t. swept_before: whether `sweep.py` made the first sweeps."""
     rows, filtered, room = batch.rows, batch.scratch.filtered, room_for_list(batch.rows)
     weighting, list_ = search.weighting, list_of(batch, row)
     # The threshold's key is in [low, high). w_low: W(x >= low), -1 until it is known; w_high:

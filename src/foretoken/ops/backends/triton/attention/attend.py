@@ -27,7 +27,6 @@ from foretoken.ops.backends.triton.launch import at_most_registers, check_device
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 MOST_NEW: int = FEW.value  # new tokens of a request that `attend_new` takes
-_MERGE_PROGRAMS = 8  # per multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +163,8 @@ def prepare(
     options: AttentionOptions,
     decoding: Callable[..., Decoding] = configs.decoding,
 ) -> None:
-    """Make the plan of a batch of `tokens` rows now, before kernels that overlap.
-
-    Without this, the first layer of this shape makes the plan. `plan_kernel` does not overlap.
-    decoding: chooses the configuration of `decode_kernel`.
-    """
+    """Make the plan of a batch of `tokens` rows now, before kernels that overlap. Without this, the
+    first layer of this shape makes it. decoding: chooses the configuration of `decode_kernel`."""
     _plan(batch, tokens, _shape(query_heads, key_cache, value_cache, options), decoding)
 
 
@@ -198,7 +194,7 @@ def _decode(
     if plan.partials.pieces > 1:
         heads_per_program = min(config.merged_heads, shape.H & -shape.H)
         head_groups = shape.H // heads_per_program
-        programs = max(1, _MERGE_PROGRAMS * _multiprocessors(out.device) // head_groups)
+        programs = max(1, 8 * _multiprocessors(out.device) // head_groups)  # 8 for each
         launch(
             kernels.merge_kernel, (head_groups, min(plan.merge_rows, programs)),
             plan.work, plan.partials, scores, out, H=shape.H, D_V=shape.D_V, WIDTH_V=shape.WIDTH_V,
@@ -243,14 +239,11 @@ def _new_plan(
         return torch.empty(count, dtype=dtype, device=batch.length_B.device)
 
     fields, partial = FIELDS.value, rows * shape.H * pieces
-    work = records.Work(
-        empty(items * fields), empty(rows * MERGE_FIELDS.value), empty(max(tiles, 1) * fields),
-        empty(4),
-    )  # fmt: skip
-    partials = records.Partials(
-        empty(partial * shape.D_V, torch.float32), empty(partial, torch.float32),
-        empty(partial, torch.float32), pieces,
-    )  # fmt: skip
+    few_I, merge_F = empty(items * fields), empty(rows * MERGE_FIELDS.value)
+    work = records.Work(few_I, merge_F, empty(max(tiles, 1) * fields), empty(4))
+    acc_FHN = empty(partial * shape.D_V, torch.float32)
+    top_FHN, sum_FHN = empty(partial, torch.float32), empty(partial, torch.float32)
+    partials = records.Partials(acc_FHN, top_FHN, sum_FHN, pieces)
     piece_limits = decode.size, decode.count, decode.groups * decode.keys
     cut = records.Cut(shape.G, shape.WINDOW, *piece_limits, decode.rows, many_rows)
     launch(

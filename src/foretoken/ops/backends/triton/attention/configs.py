@@ -15,14 +15,12 @@ class Decoding(NamedTuple):
 
     The bits of results depend on size, count, groups, keys, and how pieces are merged.
 
-    size, count: the shortest length of a piece, the largest number of pieces; see `plan.py`. Pieces
-                 grow by groups * keys tokens, and size is a multiple of that
+    size, count: see `plan.py`; size is a multiple of groups * keys, by which pieces grow
     groups:      groups of warps; each group reads its own keys, each warp `keys` of them at a time
     rows, sets:  rows of a tile; sets of warps, each with its own part of the rows. With one
                  group and one set, each of four warps has all keys and a quarter of 64 rows
-    stages:      stages of the pipeline that loads tiles
-    programs:    programs per multiprocessor
-    registers:   largest number of registers of a thread
+    stages:      of the pipeline that loads tiles
+    programs, registers: programs per multiprocessor, limit of the registers of a thread
     merged_heads, merged_pieces: how many a program of the merge, of merged_warps, loads together
     ahead:       tokens of an item that are prefetched, see `decode_kernel`
     """

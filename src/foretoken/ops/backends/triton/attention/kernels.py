@@ -34,9 +34,7 @@ from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 @triton.jit
 def _softmax_step(top, total, acc, s, value, SHAPE: tl.constexpr, KEY_AXIS: tl.constexpr):
     """Continue a running softmax with keys of scores s.
-
-    Returns the new (largest score, sum of weights, weighted sum of values).
-    """
+    Returns the new (largest score, sum of weights, weighted sum of values)."""
     new_top = tl.maximum(top, tl.max(s, KEY_AXIS))
     weight = tl.exp2(s - tl.expand_dims(new_top, -1))
     rescale = tl.exp2(top - new_top)
@@ -164,9 +162,7 @@ def _pass_over_piece(top, total, acc, begin, end, query, position, table, cache:
                      scores: Scores, h, MASKED: tl.constexpr, SHAPE: tl.constexpr,
                      TILE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Continue the softmaxes of all warps over the keys begin..end - 1.
-
-    MASKED: some rows do not see all of these keys, or the last tile is not full.
-    """
+    MASKED: some rows do not see all of these keys, or the last tile is not full."""
     SETS: tl.constexpr = TILE.SETS
     W: tl.constexpr = TILE.W
     KEY_AXIS: tl.constexpr = 2 if W > 1 else 1
@@ -195,10 +191,8 @@ def _pass_over_piece(top, total, acc, begin, end, query, position, table, cache:
 @triton.jit
 def _sum_groups(x, TILE: tl.constexpr):
     """[W, Q, D] -> [R, D], the sum over the groups of each set.
-
     Pairs of groups are added by an exchange of whole vectors, then pairs of these sums. `tl.sum`
-    over warps takes three times as many instructions, in an order that Triton chooses.
-    """
+    over warps takes three times as many instructions, in an order that Triton chooses."""
     D: tl.constexpr = x.shape[2]
     x = x.reshape(TILE.SETS, TILE.GROUPS, TILE.Q, D)
     x = tl.permute(x, (0, 2, 3, 1)).reshape(TILE.R, D, TILE.GROUPS)
@@ -316,9 +310,7 @@ def merge_kernel(work: Work, partials: Partials, scores: Scores, out, H: tl.cons
                  D_V: tl.constexpr, WIDTH_V: tl.constexpr, HEADS: tl.constexpr,
                  PIECES: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Program (j, f) merges the pieces of HEADS heads of rows f, f + programs, ..., in order.
-
-    PIECES: how many pieces are loaded together.
-    """
+    PIECES: how many pieces are loaded together."""
     let_next_start(OVERLAP)
     partials = partials  # makes values of 1s, see `triton/records.py`
     f = tl.program_id(1)

@@ -102,9 +102,7 @@ def _read_request(query_start_B1, length_B, b, valid, CUT: tl.constexpr):
 def plan_kernel(query_start_B1, length_B, work: Work, B, CUT: tl.constexpr,
                 CHUNK: tl.constexpr):  # fmt: skip
     """Program b lists the items of request b; program B writes the totals.
-
-    CHUNK: how many requests, items or rows a program handles in one iteration of a loop.
-    """
+    CHUNK: how many requests, items or rows a program handles in one iteration of a loop."""
     b = tl.program_id(0)
     few_items = tl.zeros((CHUNK,), tl.int32)
     few_rows, many_items = few_items, few_items
@@ -176,12 +174,9 @@ def _store_item(item_I, i, item, valid):
 @triton.jit
 def load_item(item_I, i):
     """The `Item` i; its fields are scalars."""
-    place = item_I + i * FIELDS
-    return Item(
-        tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3),
-        tl.load(place + 4), tl.load(place + 5), tl.load(place + 6), tl.load(place + 7),
-        tl.load(place + 8),
-    )  # fmt: skip
+    p = item_I + i * FIELDS
+    return Item(tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3), tl.load(p + 4),
+                tl.load(p + 5), tl.load(p + 6), tl.load(p + 7), tl.load(p + 8))  # fmt: skip
 
 
 @triton.jit

@@ -131,12 +131,8 @@ class Cache(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The lists of a plan; see `plan.py`.
-
-    few_I, merge_F: an `Item` per item, a `MergeRow` per row of requests with few queries
-    many_I:   an `Item` per tile of requests with many queries
-    totals:   the numbers of items in `few_I`, rows in `merge_F`, items in `many_I`
-    """
+    """The lists of a plan (`plan.py`): `Item`s of requests with few queries, a `MergeRow` for each
+    row of these requests, `Item`s of requests with many queries, and the lengths of the lists."""
 
     few_I: Tensor
     merge_F: Tensor
@@ -147,7 +143,7 @@ class Work(NamedTuple):
 class Partials(NamedTuple):
     """The results of pieces of contexts, before they are merged.
 
-    acc_FHN: sums of weighted values, [F, H, N, D_v]; weights relative to 2^top
+    acc_FHN: sums of weighted values, [F, H, N, D_v]; weights are relative to 2^top
     top_FHN, sum_FHN: the largest score (base 2); the sum of weights
     """
 

@@ -85,9 +85,8 @@ def rotated_heads(p, angles, live, norm_D, heads: HeadInputs, SHAPE: tl.constexp
 def store_key_and_value(row_p, angles, place, live, heads: HeadInputs, cache: Cache, h,
                         SHAPE: tl.constexpr, ROTARY: tl.constexpr):  # fmt: skip
     """Write key head h, normed and rotated, and value head h of rows of qkv to rows of the cache.
-
-    row_p: addresses of the rows. place: their numbers among the heads of all tokens of the cache.
-    """
+    row_p: addresses of the rows. place: their numbers among the heads of all tokens of the
+    cache."""
     d, d_v = tl.arange(0, SHAPE.WIDTH), tl.arange(0, SHAPE.WIDTH_V)
     inside, inside_v = live[:, None] & (d < SHAPE.D), live[:, None] & (d_v < SHAPE.D_V)
     key_p = row_p + (SHAPE.H + h) * SHAPE.D
@@ -103,9 +102,7 @@ def write_new_kernel(rows: TokenRows, heads: HeadInputs, cache: Cache, query_sta
                      SHAPE: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr,
                      CHUNK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A program per ROWS tokens and K/V head writes keys and values, and replaces queries.
-
-    CHUNK: how many requests are compared in one iteration to find each token's request.
-    """
+    CHUNK: how many requests are compared in one iteration to find each token's request."""
     let_next_start(OVERLAP)
     rows, cache = rows, cache  # makes values of 1s, see `triton/records.py`
     h = tl.program_id(1)

@@ -23,10 +23,6 @@ from foretoken.ops.backends.triton.decoder.tiles import (  # isort: skip
 from foretoken.ops.backends.triton.launch import dependent, overlaps
 from foretoken.ops.stack import Linear, Weight, plain
 
-_MAX_TILES = 1 << 15  # tiles of one product; a vocabulary has up to 262 144 / 64
-# float32 values: more than 132 programs * 2 slots * 128 * 64 (or 2 halves of 64 * 64).
-_PARTIALS = 1 << 22
-
 
 class Products:
     """Launches the kernels of one model's products, and keeps the memory that these share.
@@ -45,14 +41,14 @@ class Products:
         self._weight_maps: dict[tuple[int, int, int], Any] = {}  # a map keeps its weights alive
         if self.overlap and dtype is torch.bfloat16:
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-            self._partial = torch.empty(_PARTIALS, dtype=torch.float32, device=device)
-            self._arrived = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+            # More than 132 programs * 2 slots * 128 * 64 (or 2 halves of 64 * 64).
+            self._partial = torch.empty(1 << 22, dtype=torch.float32, device=device)
+            # More tiles than a product has: a vocabulary has up to 262 144 / 64.
+            self._arrived = torch.zeros(1 << 15, dtype=torch.int32, device=device)
 
     def tile(self, rows: int, shape: Shape) -> ProductTile | None:
         """The tile for a product of so many rows; None: cuBLAS and small kernels compute it.
-
-        cuBLAS computes float16: rows that are multiplied before they are normed can overflow.
-        """
+        cuBLAS computes float16: rows that are multiplied before they are normed can overflow."""
         if rows == 1 and not self.deterministic and self.dtype is not torch.float16:
             return gemv_tile(shape)
         if rows > MOST_ROWS or not self._processors:
@@ -132,9 +128,7 @@ class ResidualStream:
 
     def add(self, linear: Linear, x_TK: Tensor, gain_H: Tensor, keep: bool = False) -> None:
         """Add the product of x and a layer; the norm of the next products has the weight `gain_H`.
-
-        keep: later additions do not overwrite the new state.
-        """
+        keep: later additions do not overwrite the new state."""
         shape = _shape(linear, Epilogue.RESIDUAL)
         tile = self._products.tile(len(x_TK), shape)
         old, new = self.state_TH, self.state_TH

@@ -79,9 +79,7 @@ def embed_kernel(token_T, table_VH, x_TH, V: tl.constexpr, H: tl.constexpr, HP: 
 def scale_kernel(x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl.constexpr,
                  P: tl.constexpr, PP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Write `scaled`, and each row's sum of squares as the first of P parts; parts 1..P-1 are 0.
-
-    All earlier kernels have ended when this one starts, so it lets the next kernel start first.
-    """
+    All earlier kernels have ended when this one starts, so it lets the next kernel start first."""
     t = tl.program_id(0).to(tl.int64)
     let_next_start(OVERLAP)
     h, p = tl.arange(0, HP), tl.arange(0, PP)
@@ -125,10 +123,8 @@ def join_kernel(token_T, table_VH, token_gain_H, feature_TH, feature_gain_H, bot
                 V: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr,
                 OVERLAP: tl.constexpr):  # fmt: skip
     """Write a token's vector (half 0) or its feature (half 1), normed. Programs: (row, half).
-
     normed_TH: None, or receives the normed features, too. As the first kernel of a pass this one
-    waits before it lets the next kernel start: attention reads the cache before it waits.
-    """
+    waits before it lets the next kernel start: attention reads the cache before it waits."""
     t, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.arange(0, HP)
     wait_for_writes(OVERLAP)

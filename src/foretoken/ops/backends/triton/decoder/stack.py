@@ -23,6 +23,7 @@ from torch import Tensor
 from foretoken.ops.backends.triton.attention import (  # isort: skip
     MOST_NEW, HeadInputs, attend_new, attention, prepare, write_new,
 )  # fmt: skip
+from foretoken.ops.backends.triton.attention.configs import LARGEST_HEAD
 from foretoken.ops.backends.triton.compiled import launch, zero_if_recording
 from foretoken.ops.backends.triton.decoder.products import Products, ResidualStream, embed
 from foretoken.ops.backends.triton.decoder.rowwise import join_kernel, spread_kernel
@@ -36,8 +37,6 @@ from foretoken.ops.stack import (  # isort: skip
 from foretoken.ops.steps import ForwardBatch
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LARGEST_HEAD = 256
 _SPREAD_BLOCK = 1024
 
 
@@ -47,14 +46,12 @@ class FusedStack:
     Every pass can be captured in a CUDA graph. Logits by `target_ids` are written into one buffer,
     where all other columns stay -inf: with 32 000 draft ids only a quarter of a row is written.
 
-    Args:
-        positions: as in `Backend.load_stack`; angles of all positions are computed once.
-        most_rows: rows of that buffer.
-        deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit
-            whatever runs next to it: greedy text is then equal with and without speculation.
+    positions: as in `Backend.load_stack`; angles of all positions are computed once.
+    most_rows: rows of that buffer.
+    deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit whatever
+        runs next to it: greedy text is then equal with and without speculation.
 
-    Raises:
-        UnfitError: the stack has a feature that the kernels do not implement.
+    Raises `UnfitError` if the stack has a feature that the kernels do not implement.
     """
 
     multiplies_masked_keys: ClassVar[bool] = False
@@ -220,14 +217,14 @@ def _check_fit(stack: Stack) -> None:
     table_VC, mixers = plain(stack.embedding), [layer.mixer for layer in stack.layers]
     if table_VC.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise UnfitError(f"weights are on {table_VC.device}, not on a GPU")
-    if table_VC.dtype not in _DTYPES:
+    if table_VC.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UnfitError(f"weights are {table_VC.dtype}, not bfloat16, float16 or float32")
     check_dense(stack)
     if any((m.q_norm_D is None) != (m.k_norm_D is None) for m in mixers):
         raise UnfitError("only queries or only keys have a norm, not both")
     sizes = {(m.kv_heads, m.head_size) for m in mixers}
-    if (largest := max(size for _, size in sizes)) > _LARGEST_HEAD:
-        raise UnfitError(f"heads of sizes up to {largest}: more than {_LARGEST_HEAD}")
+    if (largest := max(size for _, size in sizes)) > LARGEST_HEAD:
+        raise UnfitError(f"heads of sizes up to {largest}: more than {LARGEST_HEAD}")
     if len(sizes) > 1:
         raise UnfitError(f"layers differ in (K/V heads, head size): {sorted(sizes)}")
     if names := _unsupported(stack, mixers[0]):

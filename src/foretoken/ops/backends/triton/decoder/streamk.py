@@ -33,7 +33,6 @@ from foretoken.ops.backends.triton.decoder.tiles import RESIDUAL, SILU, Operands
 
 WARPS = 4  # warps that multiply; one more loads
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed by Triton 3.7
-SLOTS = 2  # a program shares at most the first and the last of its tiles with others
 
 
 @gluon.jit
@@ -173,7 +172,8 @@ def streamk_kernel(weight, x, operands: Operands, partial, arrived, M, N: gl.con
 
     Args:
         weight, x: tensor maps with blocks [BN, BK] of [N or 2 N, K] and [MP, BK] of [M, K]; bf16.
-        partial: float32 [programs * SLOTS, 1 or 2, BN, MP], each program's part of shared tiles.
+        partial: float32 [2 * programs, 1 or 2, BN, MP]: parts of shared tiles, which can be the
+            first and the last tile of each program.
         arrived: int32 [N / BN], all 0 before and after.
     """
     KT: gl.constexpr = K // BK

@@ -228,7 +228,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_there(calls: list[Any]) -> N
 
 
 def test_steps_of_all_sizes_share_their_kernels(calls: list[Any]) -> None:
-    """Launches are recorded, as ahead of compiling: one request, odd numbers and multiples of 16."""
+    """Launches are recorded, not made: one request, odd numbers and multiples of 16."""
     state = make_case(1, 30, 4, device=torch.device("cpu")).state
     module = importlib.import_module("foretoken.ops.backends.triton.steps")
     most = 4

@@ -72,9 +72,9 @@ def read_request(batch: Batch, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr):
 def load_masses(batch: Batch, row, mask, NBP: tl.constexpr):
     """Block masses of rows [KP], as [KP, NBP]; -inf where not `mask`, and after the last block."""
     NB, j = batch.rows.NB, tl.arange(0, NBP)
-    place, mask = row[:, None] * NB + j[None, :], mask[:, None] & (j < NB)[None, :]
-    mass_NJ = batch.scratch.mass_NJ
-    return tl.load(mass_NJ + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    mass_p = batch.scratch.mass_NJ + row[:, None] * NB + j[None, :]
+    mask = mask[:, None] & (j < NB)[None, :]
+    return tl.load(mass_p, mask=mask, other=float("-inf"), cache_modifier=".cg")
 
 
 @triton.jit

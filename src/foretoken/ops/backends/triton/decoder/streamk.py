@@ -123,8 +123,8 @@ def _multiply(full, free, weights, xs, begin, end, operands: Operands, partial, 
         last = ((tile * KT + KT) * programs - 1) // UNITS
         complete = first == last
         if first != last:
-            slot = 2 * program + (begin < tile * KT).to(gl.int32)
-            at = partial + slot * (HALVES * BN * MP) + offset
+            own_slot = 2 * program + (begin < tile * KT).to(gl.int32)
+            at = partial + own_slot * (HALVES * BN * MP) + offset
             gl.store(at, acc)
             if HALVES == 2:
                 gl.store(at + BN * MP, up)

@@ -3,8 +3,8 @@
 A program per request loads its drafts and their q while the scan is still running, waits for the
 scan's masses, and applies the request's rule. Then it writes the request's *agenda* for
 `verify.py`: what is pending until the next token is known, and on which rows. This kernel itself
-draws where draws decide (T=0, COUPLED), or for all requests if no residual pass follows. Loads
-after the wait form one chain of latencies, so all that can be loaded before the wait is.
+draws if drafts are compared with draws (T=0, COUPLED), and for all requests if no residual pass
+follows. Loads after the wait form one chain of latencies, so whatever can be is loaded before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from foretoken.ops.backends.triton import rules
 
 from foretoken.ops.backends.triton.draw import (  # isort: skip
-    FROM_P, RESIDUAL, WITHOUT_TOKEN, Softmax, Target, draw_verified, q_offset,
+    FROM_P, RESIDUAL, WITHOUT_TOKEN, Softmax, Source, draw_verified, q_offset,
 )  # fmt: skip
 from foretoken.ops.backends.triton.noise import ACCEPT, LOG2E, Address, log2, uniform_at
 from foretoken.ops.backends.triton.records import Agenda, Batch, Drafts
@@ -48,7 +48,7 @@ arrived_first: under BLOCK, how many programs have summed their part of row 0
 integers, floats: of line 0
 """
 
-Line = namedtuple("Line", "row position p target log_p log_q log_next")
+Line = namedtuple("Line", "row position p source log_p log_q log_next")
 """A line of an agenda, or a vector of lines: one row of the request.
 
 row:       -1 if no residual of it is to be summed
@@ -146,12 +146,12 @@ def agenda_of(agenda: Agenda, b, K):
 
 
 @triton.jit
-def store_lines(agenda_b: RequestAgenda, number, lines: Line, mask):
-    """Write a vector of lines to an agenda; `number`: the place of each line in the agenda."""
-    integers, floats = agenda_b.integers + number * INTEGERS, agenda_b.floats + number * FLOATS
-    row, position, p, target, log_p, log_q, log_next = lines
-    _, _, _, q_threshold, q_lse, log_w = target
-    integer_fields = (row, position, target.mode, target.token, target.q_offset)
+def store_lines(agenda_b: RequestAgenda, index, lines: Line, mask):
+    """Write a vector of lines to an agenda. index: the index of each line in the agenda."""
+    integers, floats = agenda_b.integers + index * INTEGERS, agenda_b.floats + index * FLOATS
+    row, position, p, source, log_p, log_q, log_next = lines
+    _, _, _, q_threshold, q_lse, log_w = source
+    integer_fields = (row, position, source.mode, source.token, source.q_offset)
     float_fields = (q_threshold, q_lse, log_w, p.threshold, p.scale, p.lse, log_p, log_q, log_next)
     for n in tl.static_range(INTEGERS):
         tl.store(integers + n, integer_fields[n], mask=mask)
@@ -160,9 +160,9 @@ def store_lines(agenda_b: RequestAgenda, number, lines: Line, mask):
 
 
 @triton.jit
-def load_line(agenda_b: RequestAgenda, number, mask):
-    """The `Line` of this number, or a vector of lines; where not `mask`, `row` is -1."""
-    integers, floats = agenda_b.integers + number * INTEGERS, agenda_b.floats + number * FLOATS
+def load_line(agenda_b: RequestAgenda, index, mask):
+    """The `Line` at this index, or a vector of lines; where not `mask`, `row` is -1."""
+    integers, floats = agenda_b.integers + index * INTEGERS, agenda_b.floats + index * FLOATS
     row = tl.load(integers, mask=mask, other=-1)
     position = tl.load(integers + 1, mask=mask, other=0)
     mode = tl.load(integers + 2, mask=mask, other=0)
@@ -177,8 +177,8 @@ def load_line(agenda_b: RequestAgenda, number, mask):
     log_p = tl.load(floats + 6, mask=mask, other=0.0)
     log_q = tl.load(floats + 7, mask=mask, other=0.0)
     log_next = tl.load(floats + 8, mask=mask, other=0.0)
-    target = Target(mode, token, offset, q_threshold, q_lse, log_w)
-    return Line(row, position, Softmax(threshold, scale, lse), target, log_p, log_q, log_next)
+    source = Source(mode, token, offset, q_threshold, q_lse, log_w)
+    return Line(row, position, Softmax(threshold, scale, lse), source, log_p, log_q, log_next)
 
 
 Drafted = namedtuple("Drafted", "token logit log_q q_threshold q_lse real_q u")
@@ -198,7 +198,7 @@ Decision = namedtuple("Decision", "request drafted p accepted pending mode draws
 p: the `Softmax` of its rows, vectors [KP]
 accepted: how many drafts are accepted; 0 if that depends on what is pending
 pending: DONE, DRAW, ONE_ROW or ALL_ROWS
-mode: the mode (`Target`) in which the token after the accepted drafts is drawn
+mode: the mode (`Source`) in which the token after the accepted drafts is drawn
 draws_decide: p is one-hot (T=0), or p and q share their noise (COUPLED): drafts are accepted while
     they equal the target's own draws, which are not made yet. False under SYNTHETIC
 """
@@ -376,9 +376,9 @@ def _lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, i, row,
            log_w=0.0, log_p=0.0, log_next=0.0):  # fmt: skip
     """The lines of rows i of a request. row: -1 where no residual is to be summed."""
     offset = q_offset(batch.q, request.settings.slot, i)
-    target = Target(mode, drafted.token, offset, drafted.q_threshold, drafted.q_lse, log_w)
+    source = Source(mode, drafted.token, offset, drafted.q_threshold, drafted.q_lse, log_w)
     position = request.position + i
-    return Line(row, position, p, target, log_p, drafted.log_q, log_next)
+    return Line(row, position, p, source, log_p, drafted.log_q, log_next)
 
 
 @triton.jit
@@ -398,8 +398,8 @@ def draw_next_token(batch: Batch, decision: Decision, NBP: tl.constexpr, FP64: t
     draws_again = True
     while draws_again:
         draft_token = value_at(decision.drafted.token, accepted)
-        target = Target(decision.mode, draft_token, 0, 0.0, 0.0, 0.0)
-        drawn_token = draw_verified(batch, request.first + accepted, request.settings, target,
+        source = Source(decision.mode, draft_token, 0, 0.0, 0.0, 0.0)
+        drawn_token = draw_verified(batch, request.first + accepted, request.settings, source,
                                     request.position + accepted, NBP, FP64)  # fmt: skip
         draws_again = False
         if decision.draws_decide & (accepted < request.num):

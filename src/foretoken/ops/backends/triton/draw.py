@@ -32,7 +32,7 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 Softmax = namedtuple("Softmax", "threshold scale lse")
 """Turns a row's logits x into log2 p = x scale - lse if x reaches the threshold, else -inf."""
 
-Target = namedtuple("Target", "mode token q_offset q_threshold q_lse log_w")
+Source = namedtuple("Source", "mode token q_offset q_threshold q_lse log_w")
 """The distribution that a token is drawn from. q and w are read only in mode RESIDUAL.
 
 mode:   FROM_P, WITHOUT_TOKEN, or RESIDUAL
@@ -44,10 +44,10 @@ log_w:  log2 of the weight w
 
 
 @triton.jit
-def with_mode(target: Target, mode):
-    """The target with another mode."""
-    _, token, offset, q_threshold, q_lse, log_w = target
-    return Target(mode, token, offset, q_threshold, q_lse, log_w)
+def with_mode(source: Source, mode):
+    """The source with another mode."""
+    _, token, offset, q_threshold, q_lse, log_w = source
+    return Source(mode, token, offset, q_threshold, q_lse, log_w)
 
 
 @triton.jit
@@ -81,44 +81,44 @@ def one_minus_exp2(d):
 
 
 @triton.jit
-def _against_q(x, off, p: Softmax, target: Target, q: Q):
+def _compare_with_q(x, off, p: Softmax, source: Source, q: Q):
     """(log2(w p), d = log2 q - log2(w p)) of ids `off`; NaN where both are -inf."""
-    log_wp = tl.where(x >= p.threshold, x * p.scale, float("-inf")) - p.lse + target.log_w
-    q_row = q.logits_SKV + target.q_offset
+    log_wp = tl.where(x >= p.threshold, x * p.scale, float("-inf")) - p.lse + source.log_w
+    q_row = q.logits_SKV + source.q_offset
     raw = tl.load(q_row + off, mask=off < q.V, other=float("-inf")).to(tl.float32)
-    log_q = tl.where(raw >= target.q_threshold, raw * p.scale - target.q_lse, float("-inf"))
+    log_q = tl.where(raw >= source.q_threshold, raw * p.scale - source.q_lse, float("-inf"))
     return log_wp, log_q - log_wp
 
 
 @triton.jit
-def log2_weights(x, off, p: Softmax, target: Target, q: Q | None):
+def log2_weights(x, off, p: Softmax, source: Source, q: Q | None):
     """log2 weights of ids `off` with edited logits x; normalised only in mode RESIDUAL.
     There log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p). Leviathan et al. 2023,
     appendix A.1, with the weight w of Sun et al. 2024."""
     weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
-    if target.mode == WITHOUT_TOKEN:
-        weight = tl.where(off == target.token, float("-inf"), weight)
+    if source.mode == WITHOUT_TOKEN:
+        weight = tl.where(off == source.token, float("-inf"), weight)
     if q is not None:
-        if target.mode == RESIDUAL:
-            log_wp, d = _against_q(x, off, p, target, q)
+        if source.mode == RESIDUAL:
+            log_wp, d = _compare_with_q(x, off, p, source, q)
             weight = tl.where(d < 0, log_wp + log2(one_minus_exp2(d)), float("-inf"))
     return weight
 
 
 @triton.jit
-def block_masses(x, off, p: Softmax, target: Target, q: Q | None, PER: tl.constexpr):
+def block_masses(x, off, p: Softmax, source: Source, q: Q | None, PER: tl.constexpr):
     """log2 of the sums of weights [PER] of adjacent blocks. RESIDUAL saves an exp2 per id."""
     mass = tl.full((PER,), 0.0, tl.float32)
     if q is not None:
-        if target.mode == RESIDUAL:
-            log_wp, d = _against_q(x, off, p, target, q)
+        if source.mode == RESIDUAL:
+            log_wp, d = _compare_with_q(x, off, p, source, q)
             log_wp = tl.reshape(log_wp, (PER, BLOCK))
             top = tl.max(log_wp, axis=1)
             base = tl.where(top == float("-inf"), 0.0, top)
             share = tl.reshape(one_minus_exp2(d), (PER, BLOCK))
             mass = base + log2(tl.sum(tl.exp2(log_wp - base[:, None]) * share, axis=1))
-    if target.mode != RESIDUAL:
-        mass = log2_sum_rows(tl.reshape(log2_weights(x, off, p, target, q), (PER, BLOCK)))
+    if source.mode != RESIDUAL:
+        mass = log2_sum_rows(tl.reshape(log2_weights(x, off, p, source, q), (PER, BLOCK)))
     return mass
 
 
@@ -131,12 +131,12 @@ def load_list(filtered: Filtered, row, count):
 
 
 @triton.jit
-def _draw_listed(batch: Batch, row, count, settings: Settings, p: Softmax, target: Target,
+def _draw_from_list(batch: Batch, row, count, settings: Settings, p: Softmax, source: Source,
                  address: Address, FP64: tl.constexpr):  # fmt: skip
     """Draw a token of a compact row; from p if the residual has no mass."""
     c = tl.arange(0, CAPACITY)
     x, id_ = load_list(batch.scratch.filtered, row, count)
-    weight = log2_weights(x, id_, p, target, batch.q)
+    weight = log2_weights(x, id_, p, source, batch.q)
     if tl.max(weight, axis=0) == float("-inf"):
         weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
     member = c < count
@@ -155,7 +155,7 @@ def _draw_listed(batch: Batch, row, count, settings: Settings, p: Softmax, targe
 
 
 @triton.jit
-def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, target: Target,
+def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, source: Source,
                    address: Address, FP64: tl.constexpr):  # fmt: skip
     """Draw a token of one block; at T=0 take the first of its largest logits."""
     first = block * BLOCK
@@ -164,13 +164,13 @@ def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, tar
     if settings.greedy:
         best = tl.argmax(x, axis=0)
     else:
-        weight = log2_weights(x, off, p, target, batch.q)
+        weight = log2_weights(x, off, p, source, batch.q)
         best = argmax_with(weight, noise_span(address, first, BLOCK, FP64), FP64)
     return (first + best).to(tl.int64)
 
 
 @triton.jit
-def draw(batch: Batch, row, settings: Settings, target: Target, address: Address, block_noise,
+def draw(batch: Batch, row, settings: Settings, source: Source, address: Address, block_noise,
          NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
     """Draw one token of a row; from p if the residual has no mass.
     For a dense row in mode RESIDUAL, or WITHOUT_TOKEN under flat noise, `Scratch` must hold the
@@ -178,7 +178,7 @@ def draw(batch: Batch, row, settings: Settings, target: Target, address: Address
     rows, scratch = batch.rows, batch.scratch
     threshold, lse, count = float("-inf"), 0.0, -1
     token = tl.full((), 0, tl.int64)
-    if target.mode == RESIDUAL:
+    if source.mode == RESIDUAL:
         lse = tl.load(scratch.lse_N + row)
     if scratch.filtered is not None:
         count = tl.load(scratch.filtered.count_N + row)
@@ -186,16 +186,16 @@ def draw(batch: Batch, row, settings: Settings, target: Target, address: Address
     p = Softmax(threshold, settings.scale, lse)
     if scratch.filtered is not None:
         if count >= 0:
-            token = _draw_listed(batch, row, count, settings, p, target, address, FP64)
+            token = _draw_from_list(batch, row, count, settings, p, source, address, FP64)
     if count < 0:
         mass_J = load_blocks(scratch.mass_NJ, row, rows.NB, NBP)
-        if (target.mode == WITHOUT_TOKEN) & (target.token < rows.V) & (not settings.flat):
-            block = (target.token // BLOCK).to(tl.int32)
+        if (source.mode == WITHOUT_TOKEN) & (source.token < rows.V) & (not settings.flat):
+            block = (source.token // BLOCK).to(tl.int32)
             off = block * BLOCK + tl.arange(0, BLOCK)
             x = load_span(rows, row, block * BLOCK, BLOCK, "evict_last")
-            mass_without = log2_sum(log2_weights(x, off, p, target, batch.q))
+            mass_without = log2_sum(log2_weights(x, off, p, source, batch.q))
             mass_J = tl.where(tl.arange(0, NBP) == block, mass_without, mass_J)
-        mode = target.mode
+        mode = source.mode
         if (mode != FROM_P) & (tl.max(mass_J, axis=0) == float("-inf")):
             mode = zero_like(mode) + FROM_P
             _measure_p_again(batch, row, settings, p, address, FP64)
@@ -208,19 +208,19 @@ def draw(batch: Batch, row, settings: Settings, target: Target, address: Address
             block = tl.argmax(tl.where(mass_J > float("-inf"), score, float("-inf")), axis=0)
         else:
             block = argmax_with(mass_J, block_noise, FP64)
-        target = with_mode(target, mode)
-        token = _draw_in_block(batch, row, block, settings, p, target, address, FP64)
+        source = with_mode(source, mode)
+        token = _draw_in_block(batch, row, block, settings, p, source, address, FP64)
     return tl.minimum(token, rows.V - 1)
 
 
 @triton.jit
-def draw_verified(batch: Batch, row, settings: Settings, target: Target, position,
+def draw_verified(batch: Batch, row, settings: Settings, source: Source, position,
                   NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
     """`draw` for a verified request, with noise of TARGET_TOKEN for p, else RESIDUAL_TOKEN."""
-    stream = tl.where(target.mode == FROM_P, TARGET_TOKEN, RESIDUAL_TOKEN)
+    stream = tl.where(source.mode == FROM_P, TARGET_TOKEN, RESIDUAL_TOKEN)
     address = Address(settings.key, position, 0, stream)
     block_noise = noise_span(block_address(address), 0, NBP, FP64)
-    return draw(batch, row, settings, target, address, block_noise, NBP, FP64)
+    return draw(batch, row, settings, source, address, block_noise, NBP, FP64)
 
 
 @triton.jit

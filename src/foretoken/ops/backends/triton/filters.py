@@ -53,8 +53,8 @@ def filter_kernel(batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl
         return
     top_J = load_blocks(scratch.best_NJ, row, rows.NB, NBP)
     top = tl.max(top_J, axis=0)
-    broken = tl.sum((top_J != top_J).to(tl.int32), axis=0) > 0
-    if broken | (top == float("-inf")) | (top == float("inf")):
+    has_nan = tl.sum((top_J != top_J).to(tl.int32), axis=0) > 0
+    if has_nan | (top == float("-inf")) | (top == float("inf")):
         j = tl.arange(0, NBP)
         tl.store(scratch.mass_NJ + row * rows.NB + j, float("nan"), mask=j < rows.NB)
         return  # a dense row; later kernels see by its masses that it is not finite

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.ops.backends.triton.draw import FROM_P, Target, draw, q_offset, token_address
+from foretoken.ops.backends.triton.draw import FROM_P, Source, draw, q_offset, token_address
 from foretoken.ops.backends.triton.filters import filter_kernel
 from foretoken.ops.backends.triton.launch import Call, at_most_registers, requests_of
 from foretoken.ops.backends.triton.noise import LN2, Address, block_address, gumbel_span, noise_span
@@ -71,10 +71,10 @@ def scan_kernel(batch: Batch, counter_B, parts, token_stream, K1: tl.constexpr, 
             return
     row = first_row(batch.requests, b, K1 > 1) + i
     settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), rows.V)
-    scored, filtered = settings.flat, False
+    has_score, filtered = settings.flat, False
     if scratch.filtered is not None:
         filtered = settings.filtered
-        scored = scored & (not filtered)
+        has_score = has_score & (not filtered)
     address = token_address(batch.requests, settings, b, i, token_stream, DRAFT)
     for n in tl.static_range(PER):
         j = part * PER + n
@@ -87,10 +87,10 @@ def scan_kernel(batch: Batch, counter_B, parts, token_stream, K1: tl.constexpr, 
                     q_row = batch.q.logits_SKV + q_offset(batch.q, settings.slot, index)
                     tl.store(q_row + off, x, mask=off < batch.q.V)
             if not (filtered & settings.counted):
-                mass, best = _mass_and_best(x, j * BLOCK, settings, scored, address, FLAT, FP64)
+                mass, best = _mass_and_best(x, j * BLOCK, settings, has_score, address, FLAT, FP64)
                 tl.store(scratch.mass_NJ + row * rows.NB + j, mass)
                 if FLAT:
-                    if scored:
+                    if has_score:
                         tl.store(scratch.best_NJ + row * rows.NB + j, best)
             if scratch.filtered is not None:
                 if filtered:
@@ -98,25 +98,25 @@ def scan_kernel(batch: Batch, counter_B, parts, token_stream, K1: tl.constexpr, 
                     group = j * GROUPS + tl.arange(0, GROUPS)
                     place = scratch.filtered.group_top_NG + row * rows.NG + group
                     tl.store(place, top_G, mask=group < rows.NG)
-                    broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
-                    top = tl.where(broken, float("nan"), tl.max(top_G, axis=0))
+                    has_nan = tl.sum((x != x).to(tl.int32), axis=0) > 0
+                    top = tl.where(has_nan, float("nan"), tl.max(top_G, axis=0))
                     tl.store(scratch.best_NJ + row * rows.NB + j, top)
 
 
 @triton.jit
-def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT: tl.constexpr,
+def _mass_and_best(x, first, settings: Settings, has_score, address: Address, FLAT: tl.constexpr,
                    FP64: tl.constexpr):  # fmt: skip
-    """(log2 of the sum of 2^(x scale), the best of x scale + noise if `scored`) of a block.
+    """(log2 of the sum of 2^(x scale), the best of x scale + noise if `has_score`) of a block.
     At T=0 the first is the largest logit instead, or NaN if a logit is NaN."""
     best = tl.full((), float("-inf"), tl.float32)
     if settings.greedy:
-        broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
-        mass = tl.where(broken, float("nan"), tl.max(x, axis=0))
+        has_nan = tl.sum((x != x).to(tl.int32), axis=0) > 0
+        mass = tl.where(has_nan, float("nan"), tl.max(x, axis=0))
     else:
         scaled = x * settings.scale
         mass = log2_sum(scaled)
         if FLAT:
-            if scored:
+            if has_score:
                 score = scaled + gumbel_span(address, first, BLOCK, FP64)
                 best = tl.max(score, axis=0).to(tl.float32)
     return mass, best
@@ -133,9 +133,9 @@ def pick_kernel(batch: Batch, token_N, token_stream, NBP: tl.constexpr, FP64: tl
     settings = read_settings(batch.slots, tl.load(requests.slot_B + row), rows.V)
     address = token_address(requests, settings, row, 0, token_stream, DRAFT)
     block_noise = noise_span(block_address(address), 0, NBP, FP64)  # while the scan still runs
-    target = Target(FROM_P, -1, 0, 0.0, 0.0, 0.0)
+    source = Source(FROM_P, -1, 0, 0.0, 0.0, 0.0)
     wait_for_writes(OVERLAP)
-    token = draw(batch, row, settings, target, address, block_noise, NBP, FP64)
+    token = draw(batch, row, settings, source, address, block_noise, NBP, FP64)
     tl.store(token_N + row, token)
     if q is not None:
         lse = log2_sum(load_blocks(scratch.mass_NJ, row, rows.NB, NBP))

@@ -79,9 +79,9 @@ class Lookup(NamedTuple):
     parts: int
 
 
-@triton.jit(do_not_specialize=["B", "T", "N", "most", "stride"])
+@triton.jit(do_not_specialize=["B", "T", "N", "K", "stride"])
 def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out: Packed, B, T, N,
-                most, stride, KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+                K, stride, KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Pack the tokens of a step, or of the first pass of a round of drafting.
 
     Programs: (request, MOVED columns of the block table). The first program of a request also
@@ -89,8 +89,8 @@ def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out:
     that would cost more.
 
     step, drafting: one of them is None. T, N: sizes of `token_T` and `row_N`.
-    most, stride: for drafting, K and the distance of rows of `place_3KB`. Passes compute K tokens
-    after a request's `length`; those beyond its own drafts go to the spare slot's block.
+    K, stride: for drafting, the number of passes and the distance of rows of `place_3KB`. Passes
+    compute K tokens after a request's `length`; tokens after its last draft go to the spare block.
     """
     wait_for_writes(OVERLAP)
     table, out = table, out  # makes values of fields that are 1, see `records.py`
@@ -102,7 +102,7 @@ def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out:
     drafts, passes, spare_block = zero_like(span.count), 0, zero_like(span.slot)
     if drafting is not None:
         room = tl.maximum(drafting.max_len + 1 - tl.load(drafting.position_B + b), 0)
-        drafts, passes = tl.minimum(tl.load(drafting.num_B + b), room), most
+        drafts, passes = tl.minimum(tl.load(drafting.num_B + b), room), K
         spare_block = tl.load(table.block_SL + table.spare * table.L)
     num_own = tl.cdiv(length + drafts, out.block_size)
     num_read = tl.minimum(tl.cdiv(length + passes, out.block_size), table.L)
@@ -115,10 +115,10 @@ def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out:
     if drafting is not None:
         i, last = tl.arange(0, KP), tl.minimum(drafting.max_len, table.L * out.block_size)
         end = tl.minimum(length + i, last)
-        place, size = drafting.place_3KB + i * stride + b, most * stride
-        tl.store(place, end - 1, mask=i < most)
-        tl.store(place + size, end, mask=i < most)
-        tl.store(place + 2 * size, i, mask=i < most)
+        place, size = drafting.place_3KB + i * stride + b, K * stride
+        tl.store(place, end - 1, mask=i < K)
+        tl.store(place + size, end, mask=i < K)
+        tl.store(place + 2 * size, i, mask=i < K)
         tl.store(drafting.kept_B + b, drafts)
         tl.store(drafting.index_B1 + b, b)
         if b == B - 1:

@@ -27,7 +27,7 @@ from foretoken.ops.backends.triton.decide import (  # isort: skip
     value_at,
 )  # fmt: skip
 from foretoken.ops.backends.triton.draw import (  # isort: skip
-    FROM_P, Softmax, Target, block_masses, draw_verified, load_list, log2_weights, q_offset,
+    FROM_P, Softmax, Source, block_masses, draw_verified, load_list, log2_weights, q_offset,
     with_mode,
 )  # fmt: skip
 from foretoken.ops.backends.triton.noise import (  # isort: skip
@@ -65,15 +65,15 @@ def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agen
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     part, item = pid % parts, pid // parts
     requests = tl.num_programs(0) // (parts * lines)
-    number, b = item // requests, item % requests
+    line_index, b = item // requests, item % requests
     settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), batch.rows.V)
     wait_for_writes(OVERLAP)
     agenda_b = agenda_of(agenda, b, drafts.K)
     pending = tl.load(agenda_b.pending, cache_modifier=".cg")
-    line = load_line(agenda_b, number, True)
+    line = load_line(agenda_b, line_index, True)
     accepted = tl.load(outcome.n_accept_B + b).to(tl.int32)
     # To sum one row, the programs of line 0 suffice; only to draw, one program does.
-    idle = (pending == DONE) | ((pending != ALL_ROWS) & (number > 0))
+    idle = (pending == DONE) | ((pending != ALL_ROWS) & (line_index > 0))
     if idle | ((pending == DRAW) & (part > 0)):
         return
     i = tl.arange(0, KP)
@@ -82,14 +82,14 @@ def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agen
     if pending == ALL_ROWS:
         to_sum = (load_line(agenda_b, i, i < lines).row >= 0).to(tl.int32)
         later_rows = tl.sum(tl.where(i > 0, to_sum, 0), axis=0)  # rows to sum, except row 0
-        if (line.row < 0) & ((tl.sum(to_sum, axis=0) > 0) | (part + number > 0)):
+        if (line.row < 0) & ((tl.sum(to_sum, axis=0) > 0) | (part + line_index > 0)):
             return  # in a request without rows to sum, the first program continues
         expected = later_rows * parts
-        if number == 0:  # the program that applies the rule arrives here, too
+        if line_index == 0:  # the program that applies the rule arrives here, too
             arrived, expected = agenda_b.arrived_first, parts + tl.minimum(later_rows, 1)
     if (line.row >= 0) & (pending != DRAW):
         address = Address(settings.key, line.position, 0, RESIDUAL_TOKEN)
-        mass, best, _ = measure_residual(batch, line.row, part, settings, line.p, line.target,
+        mass, best, _ = measure_residual(batch, line.row, part, settings, line.p, line.source,
                                          address, PER, FP64)  # fmt: skip
         j = part * PER + tl.arange(0, PER)
         place = line.row * batch.rows.NB + j
@@ -101,11 +101,11 @@ def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agen
         if tl.atomic_add(arrived, 1, sem="acq_rel") != expected - 1:
             return
     # If DRAW or ONE_ROW is pending, all rows that decided are finite.
-    row, position, target, finite = line.row, line.position, line.target, True
+    row, position, source, finite = line.row, line.position, line.source, True
     if pending == ALL_ROWS:
         request = read_request(batch, b, True, REQUEST_CHUNK)
         accepted = tl.full((), 0, tl.int32)
-        if (number > 0) | (later_rows == 0):
+        if (line_index > 0) | (later_rows == 0):
             accepted = _block_rule(batch, drafts, agenda_b, request, b, KP, NBP, FP64)
             lse = tl.load(batch.scratch.lse_N + request.first + i, mask=i <= accepted, other=0.0)
             finite = all_finite(lse, accepted)
@@ -118,15 +118,15 @@ def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agen
         else:  # the rule was applied by another program, and accepted nothing
             finite = tl.load(outcome.finite_B + b) != 0
         next_line = load_line(agenda_b, tl.minimum(accepted, drafts.K - 1), True)
-        mode = tl.where(accepted < request.num, next_line.target.mode, FROM_P)
-        target = with_mode(next_line.target, mode)
+        mode = tl.where(accepted < request.num, next_line.source.mode, FROM_P)
+        source = with_mode(next_line.source, mode)
         row, position = request.first + accepted, request.position + accepted
-    drawn_token = draw_verified(batch, row, settings, target, position, NBP, FP64)
+    drawn_token = draw_verified(batch, row, settings, source, position, NBP, FP64)
     store_token(outcome, drafts, b, accepted, drawn_token, finite)
 
 
 @triton.jit
-def measure_residual(batch: Batch, row, part, settings: Settings, p: Softmax, target: Target,
+def measure_residual(batch: Batch, row, part, settings: Settings, p: Softmax, source: Source,
                  address: Address, PER: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
     """(log2 masses, best scores, logits) of PER blocks of a row's residual, from part * PER on.
     Without flat noise the best scores mean nothing."""
@@ -134,11 +134,11 @@ def measure_residual(batch: Batch, row, part, settings: Settings, p: Softmax, ta
     start = part * width
     off = start + tl.arange(0, width)
     x = load_span(batch.rows, row, start, width, "evict_first")
-    mass = block_masses(x, off, p, target, batch.q, PER)
+    mass = block_masses(x, off, p, source, batch.q, PER)
     best = mass
     if batch.scratch.filtered is not None:
         if settings.flat:
-            score = log2_weights(x, off, p, target, batch.q)
+            score = log2_weights(x, off, p, source, batch.q)
             score = score + gumbel_span(address, start, width, FP64)
             best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
     return mass, best, x
@@ -150,7 +150,7 @@ def _block_rule(batch: Batch, drafts: Drafts, agenda_b: RequestAgenda, request: 
     """How many drafts BLOCK accepts, from the residual masses of all rows that have a q."""
     i, scratch, num = tl.arange(0, KP), batch.scratch, request.num
     lines = load_line(agenda_b, i, i < num)
-    log_w = lines.target.log_w
+    log_w = lines.source.log_w
     mass = tl.exp2(log_w) * (1 - tl.exp2(lines.log_p))  # for a one-hot q: w (1 - p(x_i))
     if batch.q is not None:
         if tl.load(drafts.real_q_B + b) != 0:
@@ -163,7 +163,7 @@ def _block_rule(batch: Batch, drafts: Drafts, agenda_b: RequestAgenda, request: 
                     if count >= 0:
                         line = load_line(agenda_b, k, True)
                         x, id_ = load_list(scratch.filtered, row, count)
-                        weight = log2_weights(x, id_, line.p, line.target, batch.q)
+                        weight = log2_weights(x, id_, line.p, line.source, batch.q)
                         mass = tl.where(i == k, tl.exp2(log2_sum(weight)), mass)
     mass = tl.where((i < num) & is_finite(lines.p.lse), mass, 0.0)
     has_q = (i < num) & (lines.log_q > float("-inf"))
@@ -190,7 +190,7 @@ def settle_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Ca
     settings, finite = request.settings, all_finite(p.lse, accepted)
     row, position = request.first + accepted, request.position + accepted
     p = Softmax(value_at(p.threshold, accepted), settings.scale, value_at(p.lse, accepted))
-    target = Target(
+    source = Source(
         mode, value_at(drafted.token, accepted), q_offset(batch.q, settings.slot, accepted),
         value_at(drafted.q_threshold, accepted), value_at(drafted.q_lse, accepted), 0.0,
     )  # fmt: skip
@@ -202,7 +202,7 @@ def settle_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Ca
     if pending == ONE_ROW:
         address = Address(settings.key, position, 0, RESIDUAL_TOKEN)
         score_p = candidates.score_token_BJ2 + b.to(tl.int64) * NB * 2
-        _store_candidate(batch, row, block, settings, p, target, address, score_p + 2 * block, FP64)
+        _store_candidate(batch, row, block, settings, p, source, address, score_p + 2 * block, FP64)
         tl.debug_barrier()
         if tl.atomic_add(candidates.arrived_B + b, 1, sem="acq_rel") != NB - 1:
             return
@@ -218,7 +218,7 @@ def settle_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Ca
         if block > 0:
             return
     if undrawn:
-        drawn_token = draw_verified(batch, row, settings, target, position, NBP, FP64)
+        drawn_token = draw_verified(batch, row, settings, source, position, NBP, FP64)
     if draws_decide:
         accepted, drawn_token = draw_next_token(batch, decision, NBP, FP64)
         finite = all_finite(decision.p.lse, accepted)
@@ -227,14 +227,14 @@ def settle_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Ca
 
 
 @triton.jit
-def _store_candidate(batch: Batch, row, block, settings: Settings, p: Softmax, target: Target,
+def _store_candidate(batch: Batch, row, block, settings: Settings, p: Softmax, source: Source,
                      address: Address, candidate, FP64: tl.constexpr):  # fmt: skip
     """Store a block's best token of the residual, and the score with which the block competes."""
-    mass, best, x = measure_residual(batch, row, block, settings, p, target, address, 1, FP64)
+    mass, best, x = measure_residual(batch, row, block, settings, p, source, address, 1, FP64)
     score = mass + gumbel_at(block_address(address), block + tl.arange(0, 1), FP64)
     score = tl.where(settings.flat, best.to(tl.float64), score.to(tl.float64))
     first = block * BLOCK
-    weight = log2_weights(x, first + tl.arange(0, BLOCK), p, target, batch.q)
+    weight = log2_weights(x, first + tl.arange(0, BLOCK), p, source, batch.q)
     token = first + argmax_with(weight, noise_span(address, first, BLOCK, FP64), FP64)
     tl.store(candidate, tl.max(tl.where(mass > float("-inf"), score, float("-inf")), axis=0))
     tl.store(candidate + 1, token.to(tl.float64))

@@ -21,8 +21,8 @@ class HeadInputs(NamedTuple):
     (Transformers' `rotate_half`) of the first R of D dimensions. All in float32, rounded once, to
     the dtype of the cache.
 
-    cos_PR, sin_PR: float32 [P, R / 2], contiguous, with any scaling of attention, P >= all lengths
-    q_norm_D, k_norm_D: weights in any float dtype (1 + w if the model uses w so), or both None
+    cos_PR, sin_PR: float32 [P, R / 2], contiguous, times any attention scaling; P >= all lengths
+    q_norm_D, k_norm_D: factors of the norms (w, or 1 + w), any float dtype, or both None
     """
 
     cos_PR: Tensor

@@ -372,8 +372,8 @@ def _all_lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, log
 
 
 @triton.jit
-def _lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, i, row, mode,
-           log_w=0.0, log_p=0.0, log_next=0.0):  # fmt: skip
+def _lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, i, row, mode, log_w=0.0,
+           log_p=0.0, log_next=0.0):  # fmt: skip
     """The lines of rows i of a request. row: -1 where no residual is to be summed."""
     offset = q_offset(batch.q, request.settings.slot, i)
     source = Source(mode, drafted.token, offset, drafted.q_threshold, drafted.q_lse, log_w)

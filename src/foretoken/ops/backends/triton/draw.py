@@ -132,7 +132,7 @@ def load_list(filtered: Filtered, row, count):
 
 @triton.jit
 def _draw_from_list(batch: Batch, row, count, settings: Settings, p: Softmax, source: Source,
-                 address: Address, FP64: tl.constexpr):  # fmt: skip
+                    address: Address, FP64: tl.constexpr):  # fmt: skip
     """Draw a token of a compact row; from p if the residual has no mass."""
     c = tl.arange(0, CAPACITY)
     x, id_ = load_list(batch.scratch.filtered, row, count)

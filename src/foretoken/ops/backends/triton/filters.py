@@ -51,7 +51,7 @@ def filter_kernel(batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl
     settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), rows.V)
     if not settings.filtered:
         return
-    top_J = load_blocks(scratch.best_NJ, row, rows.NB, NBP)
+    top_J = load_blocks(scratch.best_NJ, row, rows.NB, NBP)  # maxima here, see `Scratch`
     top = tl.max(top_J, axis=0)
     has_nan = tl.sum((top_J != top_J).to(tl.int32), axis=0) > 0
     if has_nan | (top == float("-inf")) | (top == float("inf")):

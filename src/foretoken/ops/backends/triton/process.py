@@ -194,9 +194,7 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         return result
     call = Call(logits_NV, params, requests_of(*[slot_N] * 4), edits)
     scratch, blocks = call.batch.scratch, call.batch.rows.NB
-    higher_NJ = scratch.best_NJ
-    if higher_NJ is None:
-        higher_NJ = torch.empty_like(scratch.mass_NJ)
+    higher_NJ = torch.empty_like(scratch.mass_NJ) if scratch.best_NJ is None else scratch.best_NJ
     # Scratch memory is used again once the thresholds have been found.
     if scratch.filtered is None:
         group_top_NG = torch.empty(num_rows * call.batch.rows.NG, device=device)

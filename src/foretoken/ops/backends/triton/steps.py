@@ -21,9 +21,9 @@ from foretoken.ops.backends.triton.rows import wait_for_writes, zero_like
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
-MOVED = tl.constexpr(1024)  # tokens, or columns of the block table, of one load and store
+LANES = tl.constexpr(1024)  # tokens, or columns of the block table, of one load and store
 CHUNK = tl.constexpr(256)  # requests of one load
-TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
+PART = tl.constexpr(2048)  # tokens of a text in which one program looks for a suffix
 
 Span = namedtuple("Span", "slot start count rows")
 """Tokens start..start + count - 1 of a slot; the last `rows` of them need logits."""
@@ -70,7 +70,7 @@ class Packed(NamedTuple):
 
 class Lookup(NamedTuple):
     """Prompt lookup: tensors of `DraftRequests`, and `rank_BP`: rank of the best occurrence of the
-    suffix that ends in part P of the text, TEXT tokens long; 0: there is none."""
+    suffix that ends in part P of the text, PART tokens long; 0: there is none."""
 
     slot_B: Tensor
     num_B: Tensor
@@ -80,11 +80,11 @@ class Lookup(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["B", "T", "N", "K", "stride"])
-def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out: Packed, B, T, N,
-                K, stride, KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out: Packed, B, T, N, K,
+                stride, KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Pack the tokens of a step, or of the first pass of a round of drafting.
 
-    Programs: (request, MOVED columns of the block table). The first program of a request also
+    Programs: (request, LANES columns of the block table). The first program of a request also
     writes its tokens and rows. It counts the tokens of all earlier requests itself: a kernel for
     that would cost more.
 
@@ -106,7 +106,7 @@ def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out:
         spare_block = tl.load(table.block_SL + table.spare * table.L)
     num_own = tl.cdiv(length + drafts, out.block_size)
     num_read = tl.minimum(tl.cdiv(length + passes, out.block_size), table.L)
-    column = part * MOVED + tl.arange(0, MOVED)
+    column = part * LANES + tl.arange(0, LANES)
     block_p = table.block_SL + span.slot * table.L + column
     block = tl.load(block_p, mask=column < tl.minimum(num_own, num_read), other=spare_block)
     tl.store(out.block_BL + b.to(tl.int64) * table.L + column, block, mask=column < num_read)
@@ -165,8 +165,8 @@ def _slot_or_spare(table: SlotTable, slot_B, i, live):
 @triton.jit
 def _store_packed(table: SlotTable, out: Packed, b, span, first_token, first_row, B, T, N):
     """Write the tokens and rows of request b; for the last request also the padding after them."""
-    j, token_p = tl.arange(0, MOVED), table.token_SL + span.slot * table.W + span.start
-    for begin in range(0, span.count, MOVED):
+    j, token_p = tl.arange(0, LANES), table.token_SL + span.slot * table.W + span.start
+    for begin in range(0, span.count, LANES):
         i = begin + j
         token = tl.load(token_p + i, mask=i < span.count, other=0)
         tl.store(out.token_T + first_token + i, token, mask=i < span.count)
@@ -178,11 +178,11 @@ def _store_packed(table: SlotTable, out: Packed, b, span, first_token, first_row
     if b == B - 1:
         tl.store(out.start_B1 + B, end_token)
         token = tl.load(table.token_SL + zero_like(span.slot) + table.spare * table.W)
-        for begin in range(end_token, T, MOVED):
+        for begin in range(end_token, T, LANES):
             i = begin + j
             tl.store(out.token_T + i, token, mask=i < T)
             tl.store(out.position_T + i, 0, mask=i < T)
-        for begin in range(end_row, N, MOVED):
+        for begin in range(end_row, N, LANES):
             tl.store(out.row_N + begin + j, 0, mask=begin + j < N)
 
 
@@ -257,8 +257,8 @@ def shift_kernel(table: SlotTable, slot_B, start_B1, length_B, token_T, row_B, B
     last = tl.minimum(length - 1, tl.load(table.length_S + slot) - 2)
     tl.store(row_B + b, start + tl.maximum(last - first, 0))
     stop = tl.where(b == B - 1, T, end)
-    for begin in range(start, stop, MOVED):
-        t = begin + tl.arange(0, MOVED)
+    for begin in range(start, stop, LANES):
+        t = begin + tl.arange(0, LANES)
         next_position = tl.minimum(first + (t - start) + 1, table.W - 1)
         token = tl.load(table.token_SL + slot * table.W + next_position, mask=t < stop, other=0)
         tl.store(token_T + t, tl.maximum(token, 0), mask=t < stop)
@@ -285,9 +285,9 @@ def search_kernel(table: SlotTable, lookup: Lookup, shortest, longest, OVERLAP: 
     b, part = tl.program_id(0), tl.program_id(1)
     num, last = tl.load(lookup.num_B + b), tl.load(lookup.position_B + b) - 1
     text = table.token_SL + tl.load(lookup.slot_B + b) * table.W
-    place = part * TEXT + tl.arange(0, TEXT)
+    place = part * PART + tl.arange(0, PART)
     best = zero_like(num)
-    if (num > 0) & (part * TEXT < last):
+    if (num > 0) & (part * PART < last):
         length, matches = zero_like(place), place < last
         for back in range(longest):
             matches &= place >= back
@@ -387,7 +387,7 @@ class Steps:
 
     @zero_if_recording
     def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
-        like, (requests,), parts = asked.num_B, asked.num_B.shape, -(-self._table.W // TEXT.value)
+        like, (requests,), parts = asked.num_B, asked.num_B.shape, -(-self._table.W // PART.value)
         token_BK, kept_B = _empty(like, requests, asked.most), torch.empty_like(like)
         rank_BP = _empty(like, requests, parts)
         lookup = Lookup(asked.slot_B, asked.num_B, asked.position_B, rank_BP, parts)
@@ -414,7 +414,7 @@ class Steps:
         )  # fmt: skip
         _, passes, stride = (3, 1, 0) if drafting is None else drafting.place_3KB.shape
         dims = requests, sizes.tokens, sizes.rows, passes, stride, triton.next_power_of_2(passes)
-        grid = (requests, -(-columns // MOVED.value))
+        grid = (requests, -(-columns // LANES.value))
         self._launch(pack_kernel, grid, self._table, step, drafting, out, *dims)
         paged = (out.start_B1, out.length_B, out.block_BL, block_size)
         attention = AttentionBatch(*paged, most_queries=sizes.queries, values_fit=True)

@@ -49,13 +49,13 @@ SAMPLE = tl.constexpr(4096)
 LIST = tl.constexpr(4096)  # upper bound of the entries of a list
 LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite float
 GUESSES = tl.constexpr(6)  # passes over a row before its bracket is halved instead
-MISSED = tl.constexpr(10)  # the place of the note on whether the first sweep missed
+MISSED_NOTE = tl.constexpr(10)  # the place of the note on whether the first sweep missed
 _NEIGHBOURS = tl.constexpr(8)  # in the sample: memory is read by sectors
 _DEVIATIONS = tl.constexpr(3.0)  # standard deviations on either side of a guess
 _FILL = tl.constexpr(0.9)  # share of the list's room that a guess should fill, by the sample
-_LOADED = tl.constexpr(256)  # logits of one load in `_list_block`: more need registers
+_LOAD_WIDTH = tl.constexpr(256)  # logits of one load in `_list_block`: more need registers
 _MARGIN = tl.constexpr(0.45)  # share of the list's room on either side of a second guess
-_LENGTHS = tl.constexpr(2048)  # above the length of a stretch, which is at most 1024
+_LENGTH_BASE = tl.constexpr(2048)  # above the length of a stretch, which is at most 1024
 
 Weighting = namedtuple("Weighting", "maximum scale floor")
 """The weight of a logit x: 2^((x - maximum) scale) if x reaches the floor, else 0.
@@ -78,7 +78,7 @@ Bracket = namedtuple("Bracket", "low high w_low w_high")
 
 @triton.jit
 def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
-    """Each program, of any number, takes queued rows and guesses where their thresholds lie."""
+    """Guess where the thresholds of queued rows lie, with any number of programs."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
@@ -257,7 +257,7 @@ Swept = namedtuple("Swept", "whole from_a from_b listed")
 
 @triton.jit
 def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr):
-    """Each program, of any number, sweeps parts of queued rows until no part is left.
+    """Sweep the parts of queued rows, with any number of programs.
     parts: number of parts of a row; part n takes blocks n, n + parts, ... TURN: 0 sweeps all queued
     rows, 1 those in which the first sweep missed the threshold."""
     let_next_start(OVERLAP)
@@ -273,7 +273,7 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
             end = tl.where(missed, rows.NB, 0)
             if item % parts == 0:  # for `wide.py`, which might round it differently
                 store_guess(filtered, row, 1, guess)
-                tl.store(notes_of(filtered, row) + MISSED, missed.to(tl.float32))
+                tl.store(notes_of(filtered, row) + MISSED_NOTE, missed.to(tl.float32))
         for j in range(item % parts, end, parts):
             _sweep_block(batch, row, j, guess, TURN)
 
@@ -339,8 +339,8 @@ def _sweep_block(batch: Batch, row, j, guess: Guess, TURN: tl.constexpr):
 @triton.jit
 def _list_block(rows: RawRows, row, first, lowest, highest, list_, start, room):
     """Write a block's logits in [lowest, highest) to the list from `start` on, by rising id."""
-    for begin in range(first, first + BLOCK, _LOADED):
-        x = load_span(rows, row, begin, _LOADED, "evict_first")
+    for begin in range(first, first + BLOCK, _LOAD_WIDTH):
+        x = load_span(rows, row, begin, _LOAD_WIDTH, "evict_first")
         listed = ((x >= lowest) & (x < highest)).to(tl.int32)
         rank = start + tl.cumsum(listed, axis=0) - 1
         tl.store(list_ + rank, x, mask=(listed > 0) & (rank < room))
@@ -350,14 +350,14 @@ def _list_block(rows: RawRows, row, first, lowest, highest, list_, start, room):
 @triton.jit
 def pack_stretch(start, length, room):
     """A block's stretch of the list in one float32, exact as all integers up to 2^24."""
-    return (tl.minimum(start, room) * _LENGTHS + length).to(tl.float32)
+    return (tl.minimum(start, room) * _LENGTH_BASE + length).to(tl.float32)
 
 
 @triton.jit
 def unpack_stretch(stretch):
     """(start, length) of a block's stretch of the list."""
     both = stretch.to(tl.int32)
-    return both // _LENGTHS, both % _LENGTHS
+    return both // _LENGTH_BASE, both % _LENGTH_BASE
 
 
 @triton.jit

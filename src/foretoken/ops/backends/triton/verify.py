@@ -127,7 +127,7 @@ def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agen
 
 @triton.jit
 def measure_residual(batch: Batch, row, part, settings: Settings, p: Softmax, source: Source,
-                 address: Address, PER: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
+                     address: Address, PER: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
     """(log2 masses, best scores, logits) of PER blocks of a row's residual, from part * PER on.
     Without flat noise the best scores mean nothing."""
     width: tl.constexpr = PER * BLOCK

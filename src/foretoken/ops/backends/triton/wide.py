@@ -33,7 +33,7 @@ from foretoken.ops.backends.triton.rows import (  # isort: skip
 )  # fmt: skip
 
 from foretoken.ops.backends.triton.sweep import (  # isort: skip
-    GUESSES, LIST, LOWEST, MISSED, SAMPLE, Bracket, Guess, Search, Swept, Weighting, bisect,
+    GUESSES, LIST, LOWEST, MISSED_NOTE, SAMPLE, Bracket, Guess, Search, Swept, Weighting, bisect,
     guess_from, list_of, load_guess, load_sample, load_sweep, needed, notes_of, pack_stretch,
     room_for_list, search_for, unpack_stretch, weight_of,
 )  # fmt: skip
@@ -68,7 +68,7 @@ def wide_kernel(batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.co
     if tl.load(filtered.count_N + row) != UNDECIDED:
         return
     settings = read_settings(batch.slots, tl.load(requests.slot_B + b), rows.V)
-    top = tl.load(batch.scratch.lse_N + row)
+    top = tl.load(batch.scratch.lse_N + row)  # the row's maximum, see `Scratch`
     threshold, room = min_p_floor(settings, top), room_for_list(rows)
     listed = zero_like(room)  # 0 with only min-p; not used with top-k (flat noise)
     if settings.counted:
@@ -167,7 +167,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
     count, passes = room + 1, zero_like(room)
     inside, width, sweeps = false_like(passes), zero_like(room), passes
     if swept_before:
-        sweeps = 1 + tl.load(notes_of(filtered, row) + MISSED).to(tl.int32)
+        sweeps = 1 + tl.load(notes_of(filtered, row) + MISSED_NOTE).to(tl.int32)
     while (count > room) & (high - low > 1):
         guess = Guess(low, low + ((high - low) >> 1))
         if passes < sweeps:

@@ -125,8 +125,9 @@ def write_new_kernel(rows: TokenRows, heads: HeadInputs, cache: Cache, query_sta
     store_key_and_value(row_p, angles, place, live, heads, cache, h, SHAPE, ROTARY)
     d = tl.arange(0, SHAPE.WIDTH)
     inside = live[:, None] & (d < SHAPE.D)
+    dtype: tl.constexpr = rows.query.dtype.element_ty  # type: ignore[attr-defined]
     for g in range(SHAPE.G):
         p = row_p + (h * SHAPE.G + g) * SHAPE.D
         query = rotated_heads(p, angles, live, heads.q_norm_D, heads, SHAPE, ROTARY)
         tl.debug_barrier()  # lanes have read partner dimensions that others replace
-        tl.store(p[:, None] + d, query.to(rows.query.dtype.element_ty), mask=inside)
+        tl.store(p[:, None] + d, query.to(dtype), mask=inside)

@@ -37,8 +37,8 @@ _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed by Trito
 
 @gluon.jit
 def _start_weights(weight, full, weights, unit, stage, N: gl.constexpr, KT: gl.constexpr,
-                 BN: gl.constexpr, BK: gl.constexpr, MP: gl.constexpr,
-                 HALVES: gl.constexpr):  # fmt: skip
+                   BN: gl.constexpr, BK: gl.constexpr, MP: gl.constexpr,
+                   HALVES: gl.constexpr):  # fmt: skip
     """Start to load a unit's weights; the barrier `full` also counts the bytes of the unit's x."""
     mbarrier.expect(full.index(stage), (HALVES * BN + MP) * BK * 2)
     for half in gl.static_range(HALVES):

@@ -59,7 +59,7 @@ KINDS = {
     "attention": "^(decode|prefill)_kernel",
     "attention merge": "^merge_kernel",
     "rows": "^(embed|scale|norm|silu|join|spread|write_new)_kernel",
-    "slots": "^(count|put|advance|shift|search|found|pack|plan)_kernel",
+    "slots": "^(count|write_drafts|advance|shift|search|copy_match|pack|plan)_kernel",
     "sampling": "^(edit|filter|pick|scan|sweep|guess|wide|settle|residual|decide|write|measure"
     "|likeliest)_kernel",
     "torch": r"at::|cub::|^void \(anonymous namespace\)",

@@ -302,7 +302,7 @@ def test_the_plan_covers_each_context_once(window: int) -> None:
     work = records.Work(new(100 * 16), new(100 * 4), new(100 * 16), new(4))
     cut = records.Cut(groups, window, 16, 4, 16, FEW_ROWS=rows_of_tile, MANY_ROWS=64)
     plan.plan_kernel[(len(counts) + 1,)](
-        starts.to(DEVICE), torch.tensor(lengths).to(DEVICE), work, len(counts), CUT=cut, AT_ONCE=4
+        starts.to(DEVICE), torch.tensor(lengths).to(DEVICE), work, len(counts), CUT=cut, CHUNK=4
     )
     few, rows, many, _ = work.totals.tolist()
     slots = torch.tensor([0, *(n if n <= 16 else 0 for n in counts)]).cumsum(0)

@@ -148,7 +148,7 @@ def test_a_shared_argument_is_packed_once(calls: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_noted_kernels_are_compiled_and_not_launched(calls: list[Any], processes: int) -> None:
+def test_recorded_kernels_are_compiled_and_not_launched(calls: list[Any], processes: int) -> None:
     x, y = torch.zeros(8), torch.zeros(8)
     from_disk: list[bool] = []  # how this process got each kernel
 
@@ -156,7 +156,7 @@ def test_noted_kernels_are_compiled_and_not_launched(calls: list[Any], processes
         for _ in range(2):
             scale(x, y)
             compiled.launch(other_kernel, (1,), x, WIDTH=8, num_warps=1)
-        assert compiled.zero_if_noted(lambda: (torch.ones(2), None))()[0].sum() == 0
+        assert compiled.zero_if_recording(lambda: (torch.ones(2), None))()[0].sum() == 0
 
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda *, cache_hit, **_: from_disk.append(cache_hit)
@@ -170,7 +170,7 @@ def test_noted_kernels_are_compiled_and_not_launched(calls: list[Any], processes
     forget_kernels()
     scale(x, y)
     assert [grid for _, grid, _ in calls] == [(3, 2, 1)]
-    assert compiled.zero_if_noted(lambda: torch.ones(2))().sum() == 2
+    assert compiled.zero_if_recording(lambda: torch.ones(2))().sum() == 2
     compiled.compile_ahead(lambda: scale(x, y), processes)
     assert len(calls) == 1, "a kernel that is compiled is not launched either"
 
@@ -228,7 +228,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_there(calls: list[Any]) -> N
 
 
 def test_steps_of_all_sizes_share_their_kernels(calls: list[Any]) -> None:
-    """Launches are noted, as ahead of compiling: one request, odd numbers and multiples of 16."""
+    """Launches are recorded, not made: one request, odd numbers and multiples of 16."""
     state = make_case(1, 30, 4, device=torch.device("cpu")).state
     module = importlib.import_module("foretoken.ops.backends.triton.steps")
     most = 4
@@ -249,7 +249,7 @@ def test_steps_of_all_sizes_share_their_kernels(calls: list[Any]) -> None:
             drafts = steps.join_drafts([num_B] * most, num_B)
             steps.write_drafts(asked, num_B, drafts, 99)
 
-    first = compiled.noted_launches(lambda: run(3))
+    first = compiled.record_launches(lambda: run(3))
     assert len(first) == 7  # `pack_kernel` twice: of a step, and of a round of drafting
-    every = compiled.noted_launches(lambda: run(3, 1, 2, 5, 7, 16, 17, 32, 33))
+    every = compiled.record_launches(lambda: run(3, 1, 2, 5, 7, 16, 17, 32, 33))
     assert len(every) == len(first)

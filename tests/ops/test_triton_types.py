@@ -10,8 +10,8 @@ import sys
 import pytest
 
 KERNELS = """
-    advance count decide decode edit filter found guess join likeliest measure merge pack pick plan
-    prefill put residual scan search settle sweep wide write write_new
+    advance copy_match count decide decode edit filter guess join likeliest measure merge pack pick
+    plan prefill residual scan search settle sweep wide write_drafts write write_new
 """
 
 

@@ -2,7 +2,7 @@
 
 Triton binds a kernel's arguments at each launch: 33 to 70 us of the host's time for records of
 tensors. Here a key of the arguments finds the compiled kernel, which is called as Triton's own
-launcher would (3.6 and 3.7), but without hooks.
+launcher would call it (3.6 and 3.7), but without hooks.
 
 Compiling takes 0.2 to 0.5 s of Python a kernel, most of it under the interpreter's lock: two
 threads saved 8 %, so processes compile. They are forked, fill Triton's cache on disk and end; they
@@ -36,7 +36,7 @@ from foretoken.ops.types import AttentionBatch
 
 _log = logging.getLogger(__name__)
 
-_DEADLINE = 120.0  # seconds for all processes together; later kernels are compiled when launched
+_DEADLINE = 120.0  # seconds for all processes together; the rest is compiled when launched
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -44,22 +44,19 @@ Out = TypeVar("Out")
 _Packer = Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]
 _Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
+# By kernel, device and keyword arguments: a packer for each nesting of the arguments.
 _packers: dict[tuple[Any, ...], list[_Packer]] = {}
-"""By kernel, device and keyword arguments: a packer for each way in which arguments are nested."""
-
+# Compiled kernels, by a packer and the kinds of arguments that it returns.
 _kernels: dict[tuple[_Packer, tuple[Any, ...]], tuple[Any, ...]] = {}
-"""Compiled kernels, by a packer and the kinds of arguments that it returns."""
-
+# One object for equal kinds of a shared argument, so that launches need not hash the kinds.
 _kinds: dict[tuple[_Packer, tuple[Any, ...]], object] = {}
-"""One object for equal kinds of a shared argument, so that launches need not hash the kinds."""
 
 _compiling = threading.Lock()  # Triton has one cache manager for all threads
 
 
 class _Thread(threading.local):
-    """noted: in `compile_ahead`, one launch of each kernel that is not compiled yet; else None."""
-
-    noted: dict[Any, _Launch] | None = None
+    recorded: dict[Any, _Launch] | None = None
+    """In `compile_ahead`, one launch of each kernel that is not compiled yet; else None."""
 
 
 _thread = _Thread()
@@ -79,23 +76,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Args:
         args: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
-            them; constants may follow. No bools; integers must be integers in all launches.
+            them; then any constants. No bools; integers must be integers in all launches.
         options: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted
-        if _thread.noted is None:
+        if _thread.recorded is None:
             kernel[grid](*_plain(args), **options)
         return
     device = driver.active.get_current_device()
     key = (id(kernel), device, *options.items())
-    packers = _packers.get(key)
-    if packers is None:
-        packers = _packers[key] = []
-    pack, packed, kinds = _pack(packers, args, kernel)
-    compiled, noted = _kernels.get((pack, kinds)), _thread.noted
-    if noted is not None:
+    pack, packed, kinds = _pack(_packers.setdefault(key, []), args, kernel)
+    compiled, recorded = _kernels.get((pack, kinds)), _thread.recorded
+    if recorded is not None:
         if compiled is None:
-            noted[pack, kinds] = kernel, grid, _plain(args), options
+            recorded[pack, kinds] = kernel, grid, _plain(args), options
     elif compiled is not None:
         run, function, metadata, constants = compiled
         x, y, z = (*grid, 1, 1)[:3]
@@ -116,7 +110,7 @@ def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _pack(
     packers: list[_Packer], args: tuple[Any, ...], kernel: Any
 ) -> tuple[_Packer, tuple[Any, ...], tuple[Any, ...]]:
-    """(a packer that fits, made if there is none; the packed arguments; their kinds)."""
+    """(a packer for arguments nested so, made if there is none; packed arguments; their kinds)."""
     for pack in packers:
         try:
             return pack, *pack(args)
@@ -128,7 +122,7 @@ def _pack(
 
 
 def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
-    """A function that packs arguments nested as these are, and raises an error for others.
+    """A function that packs arguments nested as these are, and raises an error for any others.
 
     It returns the arguments with tensors replaced by their addresses, and the kinds that a kernel
     is compiled for: constants, dtypes, and which integers are 1, multiples of 16 or beyond 32 bits
@@ -138,18 +132,18 @@ def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
     params = [] if kernel is None else kernel.params
     num_runtime = next((p.num for p in params if p.is_constexpr), len(args))
     names: dict[type, list[str]] = {kind: [] for kind in (Tensor, Shared, int, NoneType, object)}
-    tensors, shared, integers, nones, others = names.values()
-    sizes = list[str]()  # integers whose values are not compiled in
+    tensors, shared, integers, nones, objects = names.values()
+    sizes = list[str]()  # integers that no kernel is compiled for
 
-    def pattern(value: Any) -> str:
+    def name_fields(value: Any) -> str:
         if isinstance(value, tuple):
-            return f"({''.join(f'{pattern(field)}, ' for field in value)})"
+            return f"({''.join(f'{name_fields(field)}, ' for field in value)})"
         kind = next(kind for kind in names if isinstance(value, kind))
         names[kind].append(f"{kind.__name__}{len(names[kind])}")
         return names[kind][-1]
 
     constants = [f"constant{i}" for i in range(len(args) - num_runtime)]
-    runtime = [*map(pattern, args[:num_runtime])]
+    runtime = [*map(name_fields, args[:num_runtime])]
     for param, name in zip(params, runtime, strict=False):
         if param.do_not_specialize and name in integers:
             integers.remove(name)
@@ -158,7 +152,7 @@ def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
     kinds = constants + [f"{name}.kind" for name in shared] + [f"{name}.dtype" for name in tensors]
     kinds += [f"{name} == 1, not {name} % 16, {name} >> 31" for name in integers]
     kinds += [f"{name} >> 31" for name in sizes]
-    kinds += [f"{name}.__class__" for name in others]
+    kinds += [f"{name}.__class__" for name in objects]
     lines = [f"({arguments}) = args", f"kinds = ({''.join(f'{kind}, ' for kind in kinds)})"]
     if nones:
         lines.append(f"if not ({' is '.join(nones)} is None): raise TypeError(args)")
@@ -175,44 +169,42 @@ def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
 
 
 def compile_ahead(run: Callable[[], object], processes: int | None = None) -> None:
-    """Call `run`, note its launches instead of doing them, and compile all kernels noted.
+    """Call `run`, record its launches instead of making them, and compile their kernels.
 
-    Only this thread's launches are affected. Kernels leave their results uninitialised, except that
-    `zero_if_noted` sets those of an op to 0, so that `run` can continue. PyTorch's operators do run
-    and may write anywhere in the K/V pools and slots: call this before serving. Under Triton's
+    Only this thread's launches are affected. Results of kernels stay uninitialised, except that
+    `zero_if_recording` sets those of an op to 0, so that `run` can continue. PyTorch's operators do
+    run and can write anywhere in the K/V pools and slots: call this before serving. Under Triton's
     interpreter nothing is compiled.
 
     Args:
-        processes: None: one per CPU that this process may use, up to 16.
+        processes: None: one per CPU that this process is allowed to use, up to 16.
     """
-    jobs = noted_launches(run)
+    jobs = record_launches(run)
     if jobs:
         with _compiling:
             _compile_all(jobs, processes)
 
 
-def noted_launches(run: Callable[[], object]) -> list[_Launch]:
+def record_launches(run: Callable[[], object]) -> list[_Launch]:
     """Call `run` without launching its kernels; a launch of each that is not compiled yet."""
-    _thread.noted = {}
+    _thread.recorded = {}
     try:
         run()
-        return list(_thread.noted.values())
+        return list(_thread.recorded.values())
     finally:
-        _thread.noted = None
+        _thread.recorded = None
 
 
 def _compile_all(jobs: list[_Launch], processes: int | None) -> None:
-    """Compile the kernels of all jobs, in processes if several are not on disk, and load them."""
     missing = _not_on_disk(jobs)
     count = min(processes or len(os.sched_getaffinity(0)), 16, len(missing))
-    if count > 1 and not multiprocessing.current_process().daemon:  # a daemon may have no children
+    if count > 1 and not multiprocessing.current_process().daemon:  # daemons cannot have children
         _compile_in_processes(missing, count)
     # Kernels that a process could not compile are compiled here, and raise their errors.
     compiled = [_warm_up(job) for job in jobs]
     device = driver.active.get_current_device()
     with ThreadPoolExecutor(16, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        # `run` loads a kernel; Triton 3.6 compiles C for it.
-        list(pool.map(lambda kernel: kernel.run, compiled))
+        list(pool.map(lambda kernel: kernel.run, compiled))  # loads it; Triton 3.6 compiles C here
 
 
 def _warm_up(job: _Launch) -> Any:
@@ -225,7 +217,7 @@ class _NotOnDisk(Exception):
 
 
 def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
-    """The jobs that Triton's cache on disk lacks; the others are loaded from it."""
+    """The jobs that Triton's cache on disk lacks; loads the kernels of all others from it."""
     thread, missing = threading.get_ident(), []
 
     class Cache(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
@@ -245,17 +237,17 @@ def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
     return missing
 
 
-def zero_if_noted(op: Callable[P, Out]) -> Callable[P, Out]:
+def zero_if_recording(op: Callable[P, Out]) -> Callable[P, Out]:
     """The op, which in `compile_ahead` sets its results to 0. These must be new tensors."""
 
     @wraps(op)
-    def safe(*args: P.args, **named: P.kwargs) -> Out:
+    def zeroing_op(*args: P.args, **named: P.kwargs) -> Out:
         result = op(*args, **named)
-        if _thread.noted is not None:
+        if _thread.recorded is not None:
             _zero(result)
         return result
 
-    return safe
+    return zeroing_op
 
 
 def _zero(result: Any) -> None:
@@ -269,20 +261,19 @@ def _zero(result: Any) -> None:
 
 
 def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
-    """Compile jobs in `count` processes, which fill Triton's cache on disk."""
     target, device = driver.active.get_current_target(), driver.active.get_current_device()
-    stub = SimpleNamespace(
+    stub_driver = SimpleNamespace(
         get_current_target=lambda: target,
         get_current_device=lambda: device,
         get_current_stream=lambda device: 0,
     )
     context = multiprocessing.get_context("fork")
     workers = [
-        context.Process(target=_compile, args=(jobs[i::count], stub), daemon=True)
+        context.Process(target=_compile, args=(jobs[i::count], stub_driver), daemon=True)
         for i in range(count)
     ]
     with warnings.catch_warnings():
-        # Threads of this process may hold locks, but none that a compiler takes.
+        # Other threads of this process can hold locks, but none that a compiler takes.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         try:
             for worker in workers:
@@ -290,17 +281,15 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
         except OSError as error:
             _log.warning("Kernels are compiled by fewer processes, slower: %s", error)
     end = time.monotonic() + _DEADLINE
-    for worker in workers:
-        if worker.pid is None:  # it could not be started
-            continue
+    for worker in [worker for worker in workers if worker.pid is not None]:  # those started
         worker.join(max(end - time.monotonic(), 0))
         if worker.is_alive():
             worker.kill()
             worker.join()
 
 
-def _compile(jobs: list[_Launch], stub: Any) -> None:
-    driver.set_active(stub)  # CUDA cannot be used in a forked process,
+def _compile(jobs: list[_Launch], stub_driver: Any) -> None:
+    driver.set_active(stub_driver)  # CUDA cannot be used in a forked process,
     gc.disable()  # nor can objects that hold GPU memory be freed in it
     for job in jobs:
         with suppress(Exception):  # raised again when the parent compiles the kernel

@@ -1,8 +1,8 @@
-"""One token of one row, from p or from the residual.
+"""Draws one token of one row, from p or from the residual.
 
 A *compact* row is drawn from its short list, a *dense* one from its logits (`filters.py`). With
-*flat* noise the token is the argmax of log weight + Gumbel noise over all ids; earlier passes store
-each block's best score of this kind. Otherwise a block is drawn by its mass, with noise from the
+*flat* noise the token is the argmax of the score, log weight + Gumbel noise, over all ids; earlier
+passes store each block's best score. Otherwise a block is drawn by its mass, with noise from the
 block stream, and then a token of the block.
 """
 
@@ -17,41 +17,42 @@ from foretoken.ops.backends.triton.noise import (  # isort: skip
     RESIDUAL_TOKEN, TARGET_TOKEN, Address, argmax_with, block_address, gumbel_at, gumbel_span, log2,
     noise_at, noise_span,
 )  # fmt: skip
-from foretoken.ops.backends.triton.records import Batch, Filtered, Q
+from foretoken.ops.backends.triton.records import Batch, Filtered, Q, Requests
 
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, CAPACITY, Settings, load_blocks, load_span, log2_sum, log2_sum_rows, zero_like,
 )  # fmt: skip
+from foretoken.ops.backends.triton.rules import COUPLED
 
-# Modes: the weights that a token is drawn from. These are p; p without the rejected draft (the
-# residual of a one-hot q); max(w p - q, 0) (the residual of a real q).
+# Modes: the weights that a token is drawn with: p; p without the rejected draft (the residual of a
+# one-hot q); max(w p - q, 0) (the residual of a real q).
 FROM_P, WITHOUT_TOKEN, RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 Softmax = namedtuple("Softmax", "threshold scale lse")
 """Turns a row's logits x into log2 p = x scale - lse if x reaches the threshold, else -inf."""
 
-Target = namedtuple("Target", "mode token q_offset q_threshold q_lse log_w")
-"""The distribution that a token is drawn from.
+Source = namedtuple("Source", "mode token q_offset q_threshold q_lse log_w")
+"""The distribution that a token is drawn from. q and w are read only in mode RESIDUAL.
 
 mode:   FROM_P, WITHOUT_TOKEN, or RESIDUAL
 token:  the draft that was rejected
-q_offset, q_threshold, q_lse: where the draft's row of logits begins, and its `Softmax`, with the
-    scale of p
-log_w:  log2 of the weight w. q and w are read only in mode RESIDUAL
+q_offset, q_threshold, q_lse: where the draft's row of q's logits begins, and the `Softmax` of that
+    row, with the scale of p
+log_w:  log2 of the weight w
 """
 
 
 @triton.jit
-def in_mode(target: Target, mode):
-    """The same target in another mode."""
-    return Target(mode, target.token, target.q_offset, target.q_threshold, target.q_lse,
-                  target.log_w)  # fmt: skip
+def with_mode(source: Source, mode):
+    """The source with another mode."""
+    _, token, offset, q_threshold, q_lse, log_w = source
+    return Source(mode, token, offset, q_threshold, q_lse, log_w)
 
 
 @triton.jit
 def q_offset(q: Q | None, slot, index):
-    """Where the logits of a slot's draft begin in the draft cache; 0 without a draft cache."""
+    """Where the q of a slot's draft `index` begins in the draft cache; 0 without a cache."""
     if q is not None:
         return (slot * q.K + index) * q.V
     else:
@@ -59,54 +60,65 @@ def q_offset(q: Q | None, slot, index):
 
 
 @triton.jit
+def token_address(requests: Requests, settings: Settings, b, i, token_stream, DRAFT: tl.constexpr):
+    """The `Address` of the noise by which row i of request b draws its token.
+    DRAFT: rows are drafts. Under COUPLED they use the noise by which the target will draw."""
+    index = tl.full((), 0, tl.int32)
+    stream = index + token_stream
+    if DRAFT:
+        coupled = settings.rule == COUPLED
+        index = tl.where(coupled, 0, tl.load(requests.index_B + b).to(tl.int32))
+        stream = tl.where(coupled, TARGET_TOKEN, stream)
+    return Address(settings.key, tl.load(requests.position_B + b) + i, index, stream)
+
+
+@triton.jit
 def one_minus_exp2(d):
-    """1 - 2^d for d < 0, else 0. By a series where digits would cancel."""
+    """1 - 2^d for d < 0, else 0; by a series where digits would cancel."""
     t = d * 0.6931471805599453
     series = -t * (1 + t * (0.5 + t * (1 / 6 + t * (1 / 24 + t * (1 / 120)))))
     return tl.where(d < 0, tl.where(t > -0.1, series, 1 - tl.exp2(d)), 0.0)
 
 
 @triton.jit
-def _against_q(x, off, p: Softmax, target: Target, q: Q):
+def _compare_with_q(x, off, p: Softmax, source: Source, q: Q):
     """(log2(w p), d = log2 q - log2(w p)) of ids `off`; NaN where both are -inf."""
-    log_p = tl.where(x >= p.threshold, x * p.scale, float("-inf")) - p.lse + target.log_w
-    q_row = q.logits_SKV + target.q_offset
+    log_wp = tl.where(x >= p.threshold, x * p.scale, float("-inf")) - p.lse + source.log_w
+    q_row = q.logits_SKV + source.q_offset
     raw = tl.load(q_row + off, mask=off < q.V, other=float("-inf")).to(tl.float32)
-    log_q = tl.where(raw >= target.q_threshold, raw * p.scale - target.q_lse, float("-inf"))
-    return log_p, log_q - log_p
+    log_q = tl.where(raw >= source.q_threshold, raw * p.scale - source.q_lse, float("-inf"))
+    return log_wp, log_q - log_wp
 
 
 @triton.jit
-def weigh(x, off, p: Softmax, target: Target, q: Q | None):
+def log2_weights(x, off, p: Softmax, source: Source, q: Q | None):
     """log2 weights of ids `off` with edited logits x; normalised only in mode RESIDUAL.
-
-    In that mode log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p). Leviathan et
-    al. 2023, appendix A.1, with the weight w of Sun et al. 2024.
-    """
+    There log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p). Leviathan et al. 2023,
+    appendix A.1, with the weight w of Sun et al. 2024."""
     weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
-    if target.mode == WITHOUT_TOKEN:
-        weight = tl.where(off == target.token, float("-inf"), weight)
+    if source.mode == WITHOUT_TOKEN:
+        weight = tl.where(off == source.token, float("-inf"), weight)
     if q is not None:
-        if target.mode == RESIDUAL:
-            log_p, d = _against_q(x, off, p, target, q)
-            weight = tl.where(d < 0, log_p + log2(one_minus_exp2(d)), float("-inf"))
+        if source.mode == RESIDUAL:
+            log_wp, d = _compare_with_q(x, off, p, source, q)
+            weight = tl.where(d < 0, log_wp + log2(one_minus_exp2(d)), float("-inf"))
     return weight
 
 
 @triton.jit
-def block_masses(x, off, p: Softmax, target: Target, q: Q | None, PER: tl.constexpr):
-    """log2 masses [PER] of adjacent blocks: sums of 2^`weigh`; RESIDUAL saves an exp2 per id."""
+def block_masses(x, off, p: Softmax, source: Source, q: Q | None, PER: tl.constexpr):
+    """log2 of the sums of weights [PER] of adjacent blocks. RESIDUAL saves an exp2 per id."""
     mass = tl.full((PER,), 0.0, tl.float32)
     if q is not None:
-        if target.mode == RESIDUAL:
-            log_p, d = _against_q(x, off, p, target, q)
-            log_p = tl.reshape(log_p, (PER, BLOCK))
-            top = tl.max(log_p, axis=1)
+        if source.mode == RESIDUAL:
+            log_wp, d = _compare_with_q(x, off, p, source, q)
+            log_wp = tl.reshape(log_wp, (PER, BLOCK))
+            top = tl.max(log_wp, axis=1)
             base = tl.where(top == float("-inf"), 0.0, top)
-            rest = tl.reshape(one_minus_exp2(d), (PER, BLOCK))
-            mass = base + log2(tl.sum(tl.exp2(log_p - base[:, None]) * rest, axis=1))
-    if target.mode != RESIDUAL:
-        mass = log2_sum_rows(tl.reshape(weigh(x, off, p, target, q), (PER, BLOCK)))
+            share = tl.reshape(one_minus_exp2(d), (PER, BLOCK))
+            mass = base + log2(tl.sum(tl.exp2(log_wp - base[:, None]) * share, axis=1))
+    if source.mode != RESIDUAL:
+        mass = log2_sum_rows(tl.reshape(log2_weights(x, off, p, source, q), (PER, BLOCK)))
     return mass
 
 
@@ -119,20 +131,20 @@ def load_list(filtered: Filtered, row, count):
 
 
 @triton.jit
-def _draw_listed(batch: Batch, row, count, settings: Settings, p: Softmax, target: Target,
-                 address: Address, FP64: tl.constexpr):  # fmt: skip
+def _draw_from_list(batch: Batch, row, count, settings: Settings, p: Softmax, source: Source,
+                    address: Address, FP64: tl.constexpr):  # fmt: skip
     """Draw a token of a compact row; from p if the residual has no mass."""
     c = tl.arange(0, CAPACITY)
     x, id_ = load_list(batch.scratch.filtered, row, count)
-    weight = weigh(x, id_, p, target, batch.q)
+    weight = log2_weights(x, id_, p, source, batch.q)
     if tl.max(weight, axis=0) == float("-inf"):
         weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
     member = c < count
     if not settings.flat:  # draw a block first
         block = id_ // BLOCK
         top = tl.max(weight, axis=0)
-        same = (block[:, None] == block[None, :]) & member[None, :]
-        mass = tl.sum(tl.where(same, tl.exp2(weight - top)[None, :], 0.0), axis=1)
+        same_block = (block[:, None] == block[None, :]) & member[None, :]
+        mass = tl.sum(tl.where(same_block, tl.exp2(weight - top)[None, :], 0.0), axis=1)
         score = log2(mass) + gumbel_at(block_address(address), block, FP64)
         best = tl.argmax(tl.where(member & (mass > 0), score, float("-inf")), axis=0)
         chosen = tl.max(tl.where(c == best, block, 0), axis=0)
@@ -143,7 +155,7 @@ def _draw_listed(batch: Batch, row, count, settings: Settings, p: Softmax, targe
 
 
 @triton.jit
-def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, target: Target,
+def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, source: Source,
                    address: Address, FP64: tl.constexpr):  # fmt: skip
     """Draw a token of one block; at T=0 take the first of its largest logits."""
     first = block * BLOCK
@@ -152,23 +164,21 @@ def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, tar
     if settings.greedy:
         best = tl.argmax(x, axis=0)
     else:
-        weight = weigh(x, off, p, target, batch.q)
+        weight = log2_weights(x, off, p, source, batch.q)
         best = argmax_with(weight, noise_span(address, first, BLOCK, FP64), FP64)
     return (first + best).to(tl.int64)
 
 
 @triton.jit
-def draw(batch: Batch, row, settings: Settings, target: Target, address: Address, block_noise,
+def draw(batch: Batch, row, settings: Settings, source: Source, address: Address, block_noise,
          NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
-    """Draw one token of a row. `block_noise`: noise of the block stream, one value per block.
-
+    """Draw one token of a row; from p if the residual has no mass.
     For a dense row in mode RESIDUAL, or WITHOUT_TOKEN under flat noise, `Scratch` must hold the
-    residual's masses and best scores. If the residual has no mass, the token is drawn from p.
-    """
+    residual's masses and best scores. block_noise: noise of the block stream, a value per block."""
     rows, scratch = batch.rows, batch.scratch
     threshold, lse, count = float("-inf"), 0.0, -1
     token = tl.full((), 0, tl.int64)
-    if target.mode == RESIDUAL:
+    if source.mode == RESIDUAL:
         lse = tl.load(scratch.lse_N + row)
     if scratch.filtered is not None:
         count = tl.load(scratch.filtered.count_N + row)
@@ -176,19 +186,19 @@ def draw(batch: Batch, row, settings: Settings, target: Target, address: Address
     p = Softmax(threshold, settings.scale, lse)
     if scratch.filtered is not None:
         if count >= 0:
-            token = _draw_listed(batch, row, count, settings, p, target, address, FP64)
+            token = _draw_from_list(batch, row, count, settings, p, source, address, FP64)
     if count < 0:
         mass_J = load_blocks(scratch.mass_NJ, row, rows.NB, NBP)
-        if (target.mode == WITHOUT_TOKEN) & (target.token < rows.V) & (not settings.flat):
-            block = (target.token // BLOCK).to(tl.int32)
+        if (source.mode == WITHOUT_TOKEN) & (source.token < rows.V) & (not settings.flat):
+            block = (source.token // BLOCK).to(tl.int32)
             off = block * BLOCK + tl.arange(0, BLOCK)
             x = load_span(rows, row, block * BLOCK, BLOCK, "evict_last")
-            without = log2_sum(weigh(x, off, p, target, batch.q))
-            mass_J = tl.where(tl.arange(0, NBP) == block, without, mass_J)
-        mode = target.mode
+            mass_without = log2_sum(log2_weights(x, off, p, source, batch.q))
+            mass_J = tl.where(tl.arange(0, NBP) == block, mass_without, mass_J)
+        mode = source.mode
         if (mode != FROM_P) & (tl.max(mass_J, axis=0) == float("-inf")):
             mode = zero_like(mode) + FROM_P
-            _weigh_p_again(batch, row, settings, p, address, FP64)
+            _measure_p_again(batch, row, settings, p, address, FP64)
             mass_J = load_blocks(scratch.mass_NJ, row, rows.NB, NBP)
         if settings.flat | settings.greedy:
             score = mass_J
@@ -198,25 +208,25 @@ def draw(batch: Batch, row, settings: Settings, target: Target, address: Address
             block = tl.argmax(tl.where(mass_J > float("-inf"), score, float("-inf")), axis=0)
         else:
             block = argmax_with(mass_J, block_noise, FP64)
-        target = in_mode(target, mode)
-        token = _draw_in_block(batch, row, block, settings, p, target, address, FP64)
+        source = with_mode(source, mode)
+        token = _draw_in_block(batch, row, block, settings, p, source, address, FP64)
     return tl.minimum(token, rows.V - 1)
 
 
 @triton.jit
-def draw_verified(batch: Batch, row, settings: Settings, target: Target, position,
+def draw_verified(batch: Batch, row, settings: Settings, source: Source, position,
                   NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
-    """`draw` for a verified request. Noise: TARGET_TOKEN for p, RESIDUAL_TOKEN for a residual."""
-    stream = tl.where(target.mode == FROM_P, TARGET_TOKEN, RESIDUAL_TOKEN)
+    """`draw` for a verified request, with noise of TARGET_TOKEN for p, else RESIDUAL_TOKEN."""
+    stream = tl.where(source.mode == FROM_P, TARGET_TOKEN, RESIDUAL_TOKEN)
     address = Address(settings.key, position, 0, stream)
     block_noise = noise_span(block_address(address), 0, NBP, FP64)
-    return draw(batch, row, settings, target, address, block_noise, NBP, FP64)
+    return draw(batch, row, settings, source, address, block_noise, NBP, FP64)
 
 
 @triton.jit
-def _weigh_p_again(batch: Batch, row, settings: Settings, p: Softmax, address: Address,
-                   FP64: tl.constexpr):  # fmt: skip
-    """Write masses and best scores of p again, since the residual has none (p = q, rounded)."""
+def _measure_p_again(batch: Batch, row, settings: Settings, p: Softmax, address: Address,
+                     FP64: tl.constexpr):  # fmt: skip
+    """Replace the residual's masses, which are all 0 (p = q, rounded), and best scores by p's."""
     rows, scratch = batch.rows, batch.scratch
     for first in range(0, rows.V, BLOCK):
         x = load_span(rows, row, first, BLOCK, "evict_last")

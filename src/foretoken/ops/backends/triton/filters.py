@@ -5,10 +5,9 @@ a lower bound of the k-th largest logit. So only groups with a maximum that reac
 read. Their logits that reach it, a little more than k, make a short list. In this list the exact
 thresholds are found by bisection over order-preserving keys. Ties are kept, whatever their number.
 
-In the end a row has one of two states. The survivors of a *compact* row are in a short list of up
-to CAPACITY entries. A *dense* row (count DENSE) drops no token, or its list would overflow: later
-kernels compare all its logits with its threshold. While that threshold is not known, the count is
-UNDECIDED: the row is in a queue until `sweep.py` and `wide.py` have searched it.
+A *compact* row ends with its kept tokens in a short list of up to CAPACITY entries. A *dense* row
+(count DENSE) drops no token, or its list would overflow: later kernels compare all its logits with
+its threshold. Until `sweep.py` and `wide.py` have found that threshold, the count is UNDECIDED.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.records import (  # isort: skip
-    Batch, RawRows, block_top_NJ, picked_NG, row_top_N,
-)  # fmt: skip
+from foretoken.ops.backends.triton.records import Batch, RawRows
+
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     CAPACITY, GROUP, GROUPS, Settings, first_row, key_of, let_next_start, load_at, load_blocks,
     log2_sum_exactly, read_settings, value_of, wait_for_writes, zero_like,
@@ -27,18 +25,16 @@ from foretoken.ops.backends.triton.sweep import queue_row, search_for
 
 DENSE = tl.constexpr(-1)
 UNDECIDED = tl.constexpr(-2)
-NOTHING = tl.constexpr(0x007FFFFF)  # the key of -inf
-_ENOUGH = tl.constexpr(64)  # without top-k, a nucleus is first sought among so many values
-_BLOCKS_AT_ONCE = tl.constexpr(32)  # the groups of so many blocks are examined together
-_GROUPS_AT_ONCE = tl.constexpr(16)  # the logits of so many groups are loaded together
-_MAXIMA_AT_ONCE = tl.constexpr(512)  # group maxima counted together
+_KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
+_LEAST = tl.constexpr(64)  # without top-k, the list for a nucleus has at least so many logits
+_BLOCK_CHUNK = tl.constexpr(32)  # the groups of so many blocks are examined together
+_GROUP_CHUNK = tl.constexpr(16)  # the logits of so many groups are loaded together
+_MAXIMUM_CHUNK = tl.constexpr(512)  # so many maxima of groups are counted together
 _UNIT = tl.constexpr(8388608.0)  # 2^23: 128 weights of at most 1 add up to no more than 2^30
 
 
 @triton.jit
-def filter_kernel(
-    batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
+def filter_kernel(batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl.constexpr):
     """Find each row's threshold or queue the row. Programs: (request, row of it)."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
@@ -55,26 +51,25 @@ def filter_kernel(
     settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), rows.V)
     if not settings.filtered:
         return
-    top_J = load_blocks(block_top_NJ(scratch), row, rows.NB, NBP)
+    top_J = load_blocks(scratch.best_NJ, row, rows.NB, NBP)  # maxima here, see `Scratch`
     top = tl.max(top_J, axis=0)
-    broken = tl.sum((top_J != top_J).to(tl.int32), axis=0) > 0
-    if broken | (top == float("-inf")) | (top == float("inf")):
+    has_nan = tl.sum((top_J != top_J).to(tl.int32), axis=0) > 0
+    if has_nan | (top == float("-inf")) | (top == float("inf")):
         j = tl.arange(0, NBP)
         tl.store(scratch.mass_NJ + row * rows.NB + j, float("nan"), mask=j < rows.NB)
         return  # a dense row; later kernels see by its masses that it is not finite
     group_top = filtered.group_top_NG + row * rows.NG
-    groups = picked_NG(filtered) + row * rows.NG
     list_id = filtered.list_id_NC + row * CAPACITY
     list_x = filtered.list_x_NC + row * CAPACITY
     floor = min_p_floor(settings, top)
     bound = floor
     if settings.counted | (floor == float("-inf")):
         bound = tl.maximum(floor, _bound(top_J, group_top, settings, rows))
-    # The list is still empty: its memory may hold the numbers of blocks.
-    picked = _pick_groups(top_J, bound, group_top, groups, list_id, rows.NG, NBP)
+    # The list is still empty: its memory takes the numbers of blocks for a while.
+    picked = _pick_groups(top_J, bound, group_top, list_id, rows.NG, NBP)
     decided = picked <= CAPACITY
     if decided:
-        count = _collect(rows, row, bound, groups, picked, list_id, list_x)
+        count = _fill_list(rows, row, bound, group_top, picked, list_id, list_x)
         decided = count <= CAPACITY
         if decided:
             tl.debug_barrier()
@@ -83,16 +78,17 @@ def filter_kernel(
             total = 0.0
             if not settings.counted:
                 total = log2_sum_exactly(load_blocks(scratch.mass_NJ, row, rows.NB, NBP))
-            threshold, decided = _cut(x, c < count, settings, top, floor, total)
+            threshold, decided = _threshold(x, c < count, settings, top, floor, total)
             if decided:
                 kept = tl.where(x >= threshold, x * settings.scale, float("-inf"))
                 tl.store(filtered.threshold_N + row, threshold)
                 tl.store(scratch.lse_N + row, log2_sum_exactly(kept))
                 tl.store(filtered.count_N + row, count)
     if not decided:
-        tl.store(row_top_N(scratch) + row, top)
+        tl.store(scratch.lse_N + row, top)
         tl.store(filtered.count_N + row, UNDECIDED)
-        # With only min-p just the masses are unknown; for flat noise `wide.py` computes them.
+        # With only min-p the threshold is known, not the masses; `wide.py` computes those of rows
+        # with flat noise.
         if settings.counted | (settings.top_p < 1) | (not settings.flat):
             tl.debug_barrier()  # the search's notes replace the row's list
             goal = tl.where(settings.counted, settings.top_k.to(tl.float32), settings.top_p)
@@ -104,9 +100,9 @@ def filter_kernel(
 def largest_key(key, weight, need, COUNTS: tl.constexpr):
     """The largest t such that the integer weight of keys >= t reaches `need`.
 
-    If all keys together do not reach `need`, the result is the key of -inf: fewer than k logits may
-    be above min-p's floor. Keys of 0 weigh nothing. COUNTS: all others weigh 1. The bracket of t is
-    halved until a single key is left: 5 to 9 rounds for most rows of 151 936 logits, 32 at most.
+    If all keys together do not reach it, because min-p's floor leaves fewer than k logits, the
+    result is the key of -inf. A key of 0 has no weight. COUNTS: every other key weighs 1. The
+    bracket of t is halved until it has a single key: 5 to 9 times for most rows of 151 936 logits.
     """
     valid = key > 0
     low, high = tl.min(tl.where(valid, key, 0xFFFFFFFF), axis=0), tl.max(key, axis=0) + 1
@@ -126,18 +122,18 @@ def largest_key(key, weight, need, COUNTS: tl.constexpr):
         else:
             high, above = middle, count
     largest = tl.max(tl.where(key < high, key, 0), axis=0)
-    return tl.where(possible, largest, NOTHING)
+    return tl.where(possible, largest, _KEY_OF_MINUS_INF)
 
 
 @triton.jit
 def _largest_group_key(group_top, NG, need):
-    """`largest_key` of a row's group maxima, with weights of 1. Every round reads them again."""
-    low, high = tl.full((), NOTHING, tl.uint32), tl.full((), 0xFF800001, tl.uint32)
+    """`largest_key` of a row's group maxima, with weights of 1; reads them again for every bit."""
+    low, high = tl.full((), _KEY_OF_MINUS_INF, tl.uint32), tl.full((), 0xFF800001, tl.uint32)
     while high - low > 1:
         middle = low + ((high - low) >> 1)
         reached = tl.full((), 0, tl.int32)
-        for first in range(0, NG, _MAXIMA_AT_ONCE):
-            g = first + tl.arange(0, _MAXIMA_AT_ONCE)
+        for first in range(0, NG, _MAXIMUM_CHUNK):
+            g = first + tl.arange(0, _MAXIMUM_CHUNK)
             key = key_of(tl.load(group_top + g, mask=g < NG, other=float("-inf")))
             reached += tl.sum((key >= middle).to(tl.int32), axis=0)
         if reached >= need:
@@ -149,25 +145,23 @@ def _largest_group_key(group_top, NG, need):
 
 @triton.jit
 def _bound(top_J, group_top, settings: Settings, rows: RawRows):
-    """A value that at least k logits reach (_ENOUGH without top-k); -inf if a list is too small."""
-    wanted = tl.where(settings.counted, settings.top_k, tl.minimum(_ENOUGH, rows.NB)).to(tl.int32)
-    key = tl.full((), NOTHING, tl.uint32)
-    if wanted <= CAPACITY:
-        if wanted <= rows.NB:
-            key = largest_key(key_of(top_J), 1, wanted, True)
-        elif wanted <= rows.NG:
-            key = _largest_group_key(group_top, rows.NG, wanted)
+    """A value that at least k logits reach (_LEAST without top-k); -inf if a list is too small."""
+    need = tl.where(settings.counted, settings.top_k, tl.minimum(_LEAST, rows.NB)).to(tl.int32)
+    key = tl.full((), _KEY_OF_MINUS_INF, tl.uint32)
+    if need <= CAPACITY:
+        if need <= rows.NB:
+            key = largest_key(key_of(top_J), 1, need, True)
+        elif need <= rows.NG:
+            key = _largest_group_key(group_top, rows.NG, need)
     return value_of(key)
 
 
 @triton.jit
-def _pick_groups(top_J, bound, group_top, groups, blocks, NG, NBP: tl.constexpr):
-    """Write the numbers of groups with maxima >= bound to `groups`, rising; returns how many.
-
+def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
+    """Write the numbers of groups with maxima >= bound to `group_top`, rising; returns how many.
     They overwrite the maxima, each after it is read: a group's rank is at most its number. A result
-    above CAPACITY means that no short list can hold all logits that reach the bound; it may then
-    be the number of blocks instead. `blocks`: room for CAPACITY numbers.
-    """
+    above CAPACITY, of groups or only of blocks, means that no short list can hold all logits that
+    reach the bound. `blocks`: memory for CAPACITY numbers."""
     chosen = (top_J >= bound) & (top_J > float("-inf"))
     chosen_blocks = tl.sum(chosen.to(tl.int32), axis=0)
     picked = chosen_blocks
@@ -176,18 +170,17 @@ def _pick_groups(top_J, bound, group_top, groups, blocks, NG, NBP: tl.constexpr)
         tl.store(blocks + rank, tl.arange(0, NBP), mask=chosen)
         tl.debug_barrier()
         picked = zero_like(chosen_blocks)
-        for first in range(0, chosen_blocks, _BLOCKS_AT_ONCE):
-            r = first + tl.arange(0, _BLOCKS_AT_ONCE)
+        for first in range(0, chosen_blocks, _BLOCK_CHUNK):
+            r = first + tl.arange(0, _BLOCK_CHUNK)
             # padded by the block after the last one
             block = tl.load(blocks + r, mask=r < chosen_blocks, other=NBP)
-            g = tl.reshape(
-                block[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], (_BLOCKS_AT_ONCE * GROUPS,)
-            )
+            g = block[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+            g = tl.reshape(g, (_BLOCK_CHUNK * GROUPS,))
             top_G = tl.load(group_top + g, mask=g < NG, other=float("-inf"))
             chosen_G = (top_G >= bound) & (top_G > float("-inf"))
             rank_G = picked + tl.cumsum(chosen_G.to(tl.int32), axis=0) - 1
             tl.debug_barrier()
-            tl.store(groups + rank_G, g.to(tl.float32), mask=chosen_G)
+            tl.store(group_top + rank_G, g.to(tl.float32), mask=chosen_G)
             picked += tl.sum(chosen_G.to(tl.int32), axis=0)
         tl.debug_barrier()
     return picked
@@ -195,23 +188,23 @@ def _pick_groups(top_J, bound, group_top, groups, blocks, NG, NBP: tl.constexpr)
 
 @triton.jit
 def _load_groups(rows: RawRows, row, groups, first, picked):
-    """(ids, logits) of _GROUPS_AT_ONCE of the picked groups, -inf after the last."""
-    size: tl.constexpr = _GROUPS_AT_ONCE * GROUP
-    g = first + tl.arange(0, _GROUPS_AT_ONCE)
+    """(ids, logits) of _GROUP_CHUNK of the picked groups, -inf after the last."""
+    size: tl.constexpr = _GROUP_CHUNK * GROUP
+    g = first + tl.arange(0, _GROUP_CHUNK)
     group = tl.load(groups + g, mask=g < picked, other=0).to(tl.int32)
     off = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (size,))
-    inside = tl.broadcast_to((g < picked)[:, None], (_GROUPS_AT_ONCE, GROUP))
+    inside = tl.broadcast_to((g < picked)[:, None], (_GROUP_CHUNK, GROUP))
     return off, load_at(rows, row, off, tl.reshape(inside, (size,)) & (off < rows.V))
 
 
 @triton.jit
-def _collect(rows: RawRows, row, bound, groups, picked, list_id, list_x):
+def _fill_list(rows: RawRows, row, bound, groups, picked, list_id, list_x):
     """List ids and logits >= bound of the picked groups, by rising id; returns how many."""
     count = tl.full((), 0, tl.int32)
     next_off, next_x = _load_groups(rows, row, groups, 0, picked)
-    for first in range(0, picked, _GROUPS_AT_ONCE):
+    for first in range(0, picked, _GROUP_CHUNK):
         off, x = next_off, next_x
-        next_off, next_x = _load_groups(rows, row, groups, first + _GROUPS_AT_ONCE, picked)
+        next_off, next_x = _load_groups(rows, row, groups, first + _GROUP_CHUNK, picked)
         chosen = (x >= bound) & (x > float("-inf"))
         rank = count + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         tl.store(list_id + rank, off, mask=chosen & (rank < CAPACITY))
@@ -221,12 +214,10 @@ def _collect(rows: RawRows, row, bound, groups, picked, list_id, list_x):
 
 
 @triton.jit
-def _cut(x, valid, settings: Settings, top, floor, total):
+def _threshold(x, valid, settings: Settings, top, floor, total):
     """(threshold, whether it is exact) from a short list that holds every logit >= its bound.
-
-    `total`: log2 mass of the whole row. Top-p does not need it after top-k or min-p: the list holds
-    all logits that these keep. Weights are integers: their sums are exact in any order.
-    """
+    `total`: log2 mass of the whole row; not used after top-k or min-p, since the list holds all
+    logits that these keep. Weights are integers: their sums are exact in any order."""
     key = tl.where(valid, key_of(x), 0)
     threshold = floor
     if settings.counted:
@@ -235,8 +226,8 @@ def _cut(x, valid, settings: Settings, top, floor, total):
     exact = settings.counted | (settings.top_p == 1)
     if settings.top_p < 1:
         weight = tl.where(valid & (x >= threshold), tl.exp2((x - top) * settings.scale), 0.0)
-        rough = tl.sum((weight * _UNIT).to(tl.int32), axis=0)
-        unit = _UNIT * (1073741824 // rough).to(tl.float32)  # weights then sum to about 2^30
+        coarse_sum = tl.sum((weight * _UNIT).to(tl.int32), axis=0)
+        unit = _UNIT * (1073741824 // coarse_sum).to(tl.float32)  # weights then sum to about 2^30
         weight = (weight * unit + 0.5).to(tl.int32)
         mass = tl.sum(weight, axis=0)
         whole = mass.to(tl.float32)

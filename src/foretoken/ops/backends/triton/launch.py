@@ -1,9 +1,6 @@
-"""The host side that all ops share: the batch, scratch memory, and which kernels may overlap.
+"""The host side that all ops share: the arguments of an op's kernels, and overlapping launches.
 
-Scratch comes from PyTorch's caching allocator. A captured graph keeps the allocator's blocks, so
-nothing is allocated when it replays.
-
-The kernels of an op overlap (programmatic dependent launch): a kernel may start while the previous
+The kernels of an op overlap (programmatic dependent launch): a kernel can start while the previous
 one still runs, and waits for the results of that kernel with `wait_for_writes`. Every program must
 wait before it returns, or else the kernel after next could read too early. Before the wait a kernel
 reads only data that were written before the op's scan began and that the op does not change.
@@ -25,17 +22,15 @@ from foretoken.ops.backends.triton.records import Batch, RawRows, Requests, Scra
 from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kernel
 from foretoken.ops.types import DraftCache, Edits, Rule, SlotParams, Stream
 
-BLOCKS_AT_ONCE = 4  # most blocks of one load; `begin_NJ` has so many spare columns
+BLOCKS_PER_LOAD = 4  # upper bound; `begin_NJ` has so many spare columns
 
 
 class Call:
-    """One op on a batch, its scratch, and how its kernels are specialised.
+    """One call of an op: the arguments of its kernels, and constants that these are compiled for.
 
-    Attributes:
-        width: most rows of a request.
-        blocks_padded: a power of 2, at least the number of blocks of a row.
-        flat: whether slots without top-k may draw by flat noise.
-        stream: the stream of token noise. drafts: whether that is DRAFT_TOKEN.
+    width, blocks_padded: bounds of the rows of a request, and (a power of 2) of the blocks of a row
+    flat: whether slots without top-k can draw by flat noise
+    stream, drafts: the stream of token noise; whether that is DRAFT_TOKEN
     """
 
     def __init__(
@@ -49,7 +44,6 @@ class Call:
         stream: Stream = Stream.TARGET_TOKEN,
         width: int = 1,
     ) -> None:
-        """params: None for raw logits."""
         check_device(logits_NV)
         rows, slots, flat, filtering = rows_of(logits_NV, edits), None, False, False
         if params is not None:
@@ -69,10 +63,7 @@ class Call:
         self, kernel: Any, programs: int, *args: Any, early: bool = True, **options: Any
     ) -> None:
         """Launch a kernel with the batch, `args` and, last, OVERLAP.
-
-        Args:
-            early: whether this kernel may start while the previous one still runs.
-        """
+        early: whether this kernel can start while the previous one still runs."""
         options |= dependent(self._overlap and early)
         launch(kernel, (programs,), self._shared, *args, self._overlap, **options)
 
@@ -83,17 +74,17 @@ def check_device(tensor: Tensor, name: str = "logits") -> None:
         if tensor.device.index == torch.cuda.current_device():
             return
         expected = f"cuda:{torch.cuda.current_device()}, the current device"
-        remedy = f"Call under `torch.cuda.device({name}.device)`."
+        remedy = f"Call it inside `with torch.cuda.device({name}.device):`."
     elif triton.knobs.runtime.interpret:
         return
     else:
-        expected, remedy = "a GPU's", "Without one, choose the backend `native` or `torch`."
+        expected, remedy = "a GPU", "Without a GPU, choose the backend `native` or `torch`."
     raise ConfigError(f"{name}.device", tensor.device, expected, remedy)
 
 
 @cache
 def overlaps(device: torch.device) -> bool:
-    """Whether kernels may overlap: on NVIDIA GPUs of compute capability 9.0 or higher."""
+    """Whether kernels can overlap: on NVIDIA GPUs of compute capability 9.0 or higher."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -120,11 +111,10 @@ def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
     rows = RawRows(logits_NV, logits_NV.stride(0), vocabulary, blocks, groups, mask, None)
     if edits is None or not edits.token_M.shape[0]:
         return rows
-    columns, bias_M = blocks + BLOCKS_AT_ONCE, edits.bias_M.contiguous()
+    columns, bias_M = blocks + BLOCKS_PER_LOAD, edits.bias_M.contiguous()
     begin_NJ = torch.empty(num_rows * columns, dtype=torch.int32, device=logits_NV.device)
-    entries = records.Entries(
-        edits.token_M.contiguous(), torch.empty_like(bias_M), begin_NJ, columns
-    )
+    token_M, value_M = edits.token_M.contiguous(), torch.empty_like(bias_M)
+    entries = records.Entries(token_M, value_M, begin_NJ, columns)
     launch(
         edit_kernel, (num_rows,),
         rows, entries, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
@@ -139,7 +129,8 @@ def requests_of(*tensors: Tensor) -> Requests:
 
 
 def scratch_of(rows: RawRows, flat: bool, filtering: bool) -> Scratch:
-    """Memory for the kernels of an op. flat: as in `Call`; filtering: whether some slots filter."""
+    """Memory for the kernels of an op. flat: as in `Call`; filtering: whether a slot has filters.
+    A captured graph keeps these blocks of PyTorch's allocator, so its replays allocate nothing."""
     num_rows, device = len(rows.logits_NV), rows.logits_NV.device
     f32, i32 = torch.float32, torch.int32
     mass = torch.empty(num_rows * rows.NB, dtype=f32, device=device)
@@ -148,12 +139,9 @@ def scratch_of(rows: RawRows, flat: bool, filtering: bool) -> Scratch:
     if not filtering:
         return Scratch(mass, lse, best, None)
     list_x = torch.empty(num_rows * CAPACITY.value, dtype=f32, device=device)
-    filtered = records.Filtered(
-        threshold_N=torch.empty_like(lse),
-        count_N=torch.empty_like(lse, dtype=i32),
-        list_id_NC=torch.empty_like(list_x, dtype=i32),
-        list_x_NC=list_x,
-        queue_N1=torch.empty(num_rows + 1, dtype=i32, device=device),
-        group_top_NG=torch.empty(num_rows * rows.NG, dtype=f32, device=device),
-    )
+    threshold, count = torch.empty_like(lse), torch.empty_like(lse, dtype=i32)
+    list_id = torch.empty_like(list_x, dtype=i32)
+    queue = torch.empty(num_rows + 1, dtype=i32, device=device)
+    group_top = torch.empty(num_rows * rows.NG, dtype=f32, device=device)
+    filtered = records.Filtered(threshold, count, list_id, list_x, queue, group_top)
     return Scratch(mass, lse, best, filtered)

@@ -1,8 +1,8 @@
 """Noise by name on the device: Philox4x32-10, uniforms and Gumbel noise in base 2.
 
-A stream of noise is named by an `Address`. Draw i of a stream is word i mod 4 of group i div 4; in
-FP64 it is word pair i mod 2 of group i div 2. Noise is scaled by log2 e, since logits are in units
-of log 2 (exp2 and log2 are instructions).
+An `Address` names a stream of noise. Draw i of a stream is word i mod 4 of group i div 4; in FP64
+it is word pair i mod 2 of group i div 2. Noise is scaled by log2 e, since logits are in units of
+log 2 (exp2 and log2 are instructions).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from foretoken.ops.types import Stream
 
-# Token streams. The number of a token stream's block stream is one higher.
+# Streams. The number of a token stream's block stream is one higher than its own number.
 TARGET_TOKEN = tl.constexpr(int(Stream.TARGET_TOKEN))
 RESIDUAL_TOKEN = tl.constexpr(int(Stream.RESIDUAL_TOKEN))
 ACCEPT = tl.constexpr(int(Stream.ACCEPT))
@@ -23,15 +23,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 _ONE_INSTRUCTION = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
 _LANE = tl.constexpr(65536)  # more than a block has lanes
-_LOWEST = tl.constexpr(-2.79)  # `sure_argmax` treats all lower noise as equal
+# Of `sure_argmax`, which treats all noise below _LOWEST as equal:
+_LOWEST = tl.constexpr(-2.79)
 _SLACK = tl.constexpr(1.2207e-4)  # 2 * 2^-14
 _ROUNDING = tl.constexpr(2.384185791015625e-7)  # 2^-22
 
 Address = namedtuple("Address", "key position draft_index stream")
-"""The name of a stream of noise."""
 
 Noise64 = namedtuple("Noise64", "high low near")
-"""Gumbel noise in FP64: the two words it is made of, and its approximation in FP32."""
+"""Gumbel noise in FP64: the two words that define it, and its approximation in FP32."""
 
 
 @triton.jit
@@ -44,10 +44,8 @@ def block_address(address: Address):
 def words(address: Address, group):
     """The four Philox words of each group in an int32 block."""
     zero = tl.full((), 0, tl.int32)
-    position = address.position.to(tl.int32)
-    return tl.philox(
-        address.key, group, position, zero + address.draft_index, zero + address.stream
-    )
+    index, stream = zero + address.draft_index, zero + address.stream
+    return tl.philox(address.key, group, address.position.to(tl.int32), index, stream)
 
 
 @triton.jit
@@ -68,9 +66,7 @@ def uniform64(high, low):
 @triton.jit
 def log2(x):
     """The hardware's log2 of FP32, to 2^-22 of max(1, |log2 x|); subnormal numbers count as 0.
-
-    One instruction; `tl.log2` takes 30, which were most instructions of a draw.
-    """
+    It is one instruction. `tl.log2` takes 30: they were most instructions of a draw."""
     if _ONE_INSTRUCTION:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -82,10 +78,8 @@ def log2(x):
 @triton.jit
 def gumbel(u):
     """-log2(-ln(1 - u)): standard Gumbel noise -ln(-ln(1 - u)) in units of ln 2.
-
     The highest noise comes from u near 0. There -ln(1 - u) is summed as a series: the hardware's
-    log2 has an absolute error of 2^-22, which is 2 % of -ln(1 - u) at u = 1e-5.
-    """
+    log2 has an absolute error of 2^-22, which is 2 % of -ln(1 - u) at u = 1e-5."""
     series = u * (1 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * (0.2 + u * (1 / 6 + u * (1 / 7)))))))
     return -log2(tl.where(u < 0.1, series, log2(1 - u) * -LN2))
 
@@ -139,7 +133,7 @@ def uniform_at(address: Address, index, FP64: tl.constexpr):
 
 @triton.jit
 def gumbel_at(address: Address, index, FP64: tl.constexpr):
-    """Gumbel noise of any ids (int block); computes a group of four words for each."""
+    """Gumbel noise of any draws (int block) of a stream."""
     u = uniform_at(address, index, FP64)
     if FP64:
         return gumbel64(u)
@@ -164,7 +158,7 @@ def near_gumbel64(high, low):
 
 @triton.jit
 def sure_argmax(weight, near):
-    """`argmax64` if FP32 noise (`near`) can decide it, else -1: once in about 1000 calls.
+    """`argmax64` if FP32 noise (`near`) can decide it; else -1, once in about 1000 calls.
 
     Let ulp = 2^-24, n the FP64 noise of a lane, m its noise in FP32. u, both words in FP32, is
     rounded twice: a relative error of 2 ulp. dn / d(ln u) = u / ((1 - u) L ln 2), L = -ln(1 - u),
@@ -185,13 +179,13 @@ def sure_argmax(weight, near):
     top = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     lane = tl.arange(0, weight.shape[0])
     reached = tl.where(score >= top - (_SLACK + tl.abs(top) * _ROUNDING), lane + _LANE, 0)
-    total = tl.sum(reached, axis=0)  # number and lane in one reduction
+    total = tl.sum(reached, axis=0)  # the number of lanes times _LANE, plus the sum of the lanes
     return tl.where((total >= _LANE) & (total < 2 * _LANE), total - _LANE, -1)
 
 
 @triton.jit
 def argmax64(weight, noise: Noise64):
-    """The lane with the largest weight + FP64 noise, the first on ties; by FP32 if that decides."""
+    """The lane with the largest weight + FP64 noise, the first of equal ones."""
     best = sure_argmax(weight, noise.near)
     if best < 0:
         score = weight + gumbel64(uniform64(noise.high, noise.low))
@@ -221,7 +215,7 @@ def noise_at(address: Address, index, FP64: tl.constexpr):
 
 @triton.jit
 def argmax_with(weight, noise, FP64: tl.constexpr):
-    """The lane with the largest weight + noise: the first on ties; NaN is ignored."""
+    """The lane with the largest weight + noise, the first of equal ones; ignores NaN."""
     if FP64:
         return argmax64(weight, noise)
     else:

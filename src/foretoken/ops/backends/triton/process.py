@@ -1,17 +1,14 @@
 """Processed logits, for tools and tests, and log-probabilities of given and likeliest tokens.
 
 Log-probabilities take two launches and no copy of the logits. The first measures every block of
-1024, in programs of one warp as `scan.py` does: its sum of exponentials, how many of its logits are
-above the given token's, and the maxima of its groups of 64. The second has a program per row. Let
-groups be ordered by falling maxima, and equal ones by rising number. Then the k likeliest tokens
-lie in the first k groups, whatever the ties: each of these has a token that comes before all tokens
-of a later group.
+1024, in programs of one warp as the scan does. The second has a program per row. Let groups of 64
+be ordered by falling maxima, and equal ones by rising number. Then the k likeliest tokens lie in
+the first k groups: each of these has a token that comes before all tokens of a later group.
 
-Processed logits are edited on load, and dropped below the thresholds that sampling finds, so rows
-with filters are read twice. Scratch takes 1.76 % of raw logits at fp32 size (V = 151 936); with
-filters and edits it takes as much as in sampling.
+Rows with filters are read twice: sampling's kernels find their thresholds first. Scratch takes
+1.76 % of raw logits at fp32 size (V = 151 936); with filters and edits as much as in sampling.
 
-Shapes: T likeliest tokens; others as in `records.py`.
+Shapes: T likeliest tokens; all other letters as in `records.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from foretoken.ops.backends.triton.records import Batch
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, GROUP, GROUPS, key_of, let_next_start, load_at, load_span, value_of, wait_for_writes,
 )  # fmt: skip
-from foretoken.ops.backends.triton.sample import reduce_rows
-from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS
+from foretoken.ops.backends.triton.sample import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, reduce_rows
 from foretoken.ops.types import Logprobs, Rows
 
 _NO_ID = tl.constexpr(0x7FFFFFFF)
@@ -55,10 +51,7 @@ def write_kernel(batch: Batch, out_NV):
 
 
 def process_logits(rows: Rows) -> Tensor:
-    """Edits -> temperature -> min_p -> top_k -> top_p; see `Backend.process_logits`.
-
-    Returns new float32 [N, V].
-    """
+    """Edits -> temperature -> min_p -> top_k -> top_p: new float32 [N, V]. See `Backend`."""
     logits_NV, params, slot_N, edits = rows
     call = Call(logits_NV, params, requests_of(*[slot_N] * 4), edits)
     out_NV = torch.empty(logits_NV.shape, dtype=torch.float32, device=logits_NV.device)
@@ -71,10 +64,10 @@ def process_logits(rows: Rows) -> Tensor:
 
 
 class Measured(NamedTuple):
-    """What the first kernel measures of each block, and each group's maximum; float32.
+    """Measures of each block and group, from the first kernel; float32.
 
     sum_NJ:    sums of 2^((x - the block's maximum) scale)
-    higher_NJ: how many logits are above the given token's
+    higher_NJ: how many logits are above that of the given token
     """
 
     sum_NJ: Tensor
@@ -103,9 +96,8 @@ def _token_logit(batch: Batch, row, token_N):
 
 
 @triton.jit
-def measure_kernel(
-    batch: Batch, token_N, measured: Measured, parts, PER: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
+def measure_kernel(batch: Batch, token_N, measured: Measured, parts, PER: tl.constexpr,
+                   OVERLAP: tl.constexpr):  # fmt: skip
     """Fill `measured`. Programs: (row, PER blocks of it)."""
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows = batch.rows
@@ -135,26 +127,23 @@ def measure_kernel(
 
 
 @triton.jit
-def _first(x, id_, T, TP: tl.constexpr):
-    """(values, ids) [TP] of a block's T largest values; equal values by rising id.
-
-    T rounds of two reductions take a tenth of a sort's instructions, and of its compile time.
-    """
+def _largest(x, id_, T, TP: tl.constexpr):
+    """(values, ids) [TP] of the T largest of x; equal values by rising id.
+    T iterations of two reductions take a tenth of a sort's instructions, and of its compile
+    time."""
     key, i = key_of(x), tl.arange(0, TP)
-    best, at = tl.zeros((TP,), tl.uint32), tl.zeros((TP,), tl.int32)
+    largest, ids = tl.zeros((TP,), tl.uint32), tl.zeros((TP,), tl.int32)
     for t in range(T):
         top = tl.max(key, axis=0)
         top_id = tl.min(tl.where(key == top, id_, _NO_ID), axis=0)
-        best, at = tl.where(i == t, top, best), tl.where(i == t, top_id, at)
+        largest, ids = tl.where(i == t, top, largest), tl.where(i == t, top_id, ids)
         key = tl.where(id_ == top_id, 0, key)  # below the key of -inf
-    return value_of(best), at
+    return value_of(largest), ids
 
 
 @triton.jit
-def likeliest_kernel(
-    batch: Batch, token_N, measured: Measured, result: Logprobs, T, NBP: tl.constexpr,
-    TP: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def likeliest_kernel(batch: Batch, token_N, measured: Measured, result: Logprobs, T,
+                     NBP: tl.constexpr, TP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Fill `result`, a program per row. TP: a power of 2, at least T; 0 if T is 0."""
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     rows = batch.rows
@@ -175,13 +164,13 @@ def likeliest_kernel(
     tl.store(result.logprob_N + row, ((token_logit - top) * scale - lse) * LN2)
     tl.store(result.rank_N + row, tl.sum(higher_J.to(tl.int64), axis=0) + 1)
     if TP > 0:
-        _, group = _first(top_G, g, T, TP)
+        _, group = _largest(top_G, g, T, TP)
         t = tl.arange(0, TP)
         off = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (TP * GROUP,))
         valid = tl.reshape(tl.broadcast_to((t < T)[:, None], (TP, GROUP)), (TP * GROUP,))
         x = load_at(rows, row, off, valid & (off < rows.V))
         x = tl.where(x < threshold, float("-inf"), x)
-        x, token = _first(x, tl.where(valid, off, _NO_ID), T, TP)
+        x, token = _largest(x, tl.where(valid, off, _NO_ID), T, TP)
         logprob = ((x - top) * scale - lse) * LN2
         tl.store(result.top_logprob_NT + row * T + t, logprob, mask=t < T)
         token = tl.minimum(token, rows.V - 1)  # in a row of NaN, ids may be V or more
@@ -190,10 +179,8 @@ def likeliest_kernel(
 
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """Log-probabilities of raw logits, or of processed `Rows`; see `Backend.logprobs`.
-
-    Two launches, and those that find thresholds if `params.has_filters`.
-    """
-    # Raw logits have no slots: `token_N` only takes the place of `slot_N`, and is not read.
+    Two launches, and those that find thresholds if `params.has_filters`."""
+    # Raw logits have no slots: `token_N` stands for `slot_N`, which no kernel reads then.
     fields = rows if isinstance(rows, Rows) else (rows, None, token_N, None)
     logits_NV, params, slot_N, edits = fields
     num_rows, device = len(logits_NV), logits_NV.device
@@ -207,20 +194,17 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         return result
     call = Call(logits_NV, params, requests_of(*[slot_N] * 4), edits)
     scratch, blocks = call.batch.scratch, call.batch.rows.NB
-    # Scratch memory under other names: thresholds are found before it is written.
-    measured = Measured(
-        scratch.mass_NJ,
-        torch.empty_like(scratch.mass_NJ) if scratch.best_NJ is None else scratch.best_NJ,
-        torch.empty(num_rows * call.batch.rows.NG, device=device)
-        if scratch.filtered is None
-        else scratch.filtered.group_top_NG,
-    )
-    if scratch.filtered is not None:
+    higher_NJ = torch.empty_like(scratch.mass_NJ) if scratch.best_NJ is None else scratch.best_NJ
+    # Scratch memory is used again once the thresholds have been found.
+    if scratch.filtered is None:
+        group_top_NG = torch.empty(num_rows * call.batch.rows.NG, device=device)
+    else:
         reduce_rows(call)
-    at_once = 1 if num_rows * blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
-    parts = -(-blocks // at_once)
-    args = token_N.contiguous(), measured
-    call.launch(measure_kernel, num_rows * parts, *args, parts, at_once, num_warps=1)
+        group_top_NG = scratch.filtered.group_top_NG
+    args = token_N.contiguous(), Measured(scratch.mass_NJ, higher_NJ, group_top_NG)
+    per_program = 1 if num_rows * blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
+    parts = -(-blocks // per_program)
+    call.launch(measure_kernel, num_rows * parts, *args, parts, per_program, num_warps=1)
     width = 1 << (num_top - 1).bit_length() if num_top else 0
     call.launch(likeliest_kernel, num_rows, *args, result, num_top, call.blocks_padded, width)
     return result

@@ -1,31 +1,30 @@
-"""What the host gives to kernels: every tensor under a name. On the device each is a pointer.
+"""Records of the arguments of kernels. The host gives tensors, which are pointers on the device.
 
 How to read the kernels:
 
 - The host passes a `NamedTuple` with typed fields. Kernels pass each other numbers and blocks in a
-  `namedtuple`. No field is called `values` or `type`, which are names of Triton's own.
+  `namedtuple`. No field is called `values` or `type`, which Triton uses itself.
 - Triton knows which fields are None when it compiles a kernel, so `if rows.mask is not None` costs
   nothing at run time.
 - Triton also compiles in integers that are 1. Triton 3.6 loses such constants of nested records in
   branches and loops. So kernels begin with `batch = batch`, which makes them ordinary values.
 - In branches and loops a variable must keep its type and shape. `zero_like(x)` and `false_like(x)`
-  have the shape of x; `tl.full((), 0, tl.int32)` is a zero that a loop may change.
-- Compile-time constants: FP64, whether noise is in FP64; RAGGED, whether requests may have drafts;
-  K1, most rows of a request; PER, blocks per program; KP and NBP, powers of 2 of at least K + 1 and
-  NB; OVERLAP, whether kernels overlap (`launch.py`).
+  have the shape of x; `tl.full((), 0, tl.int32)` is a zero that a loop can change.
+- Compile-time constants: FP64, whether noise is in FP64; RAGGED, whether requests can have drafts;
+  K1, upper bound of the rows of a request; PER, blocks per program; KP and NBP, powers of 2 of at
+  least K + 1 and NB; OVERLAP, whether kernels overlap (`launch.py`).
 - Indices: b a request, i a draft or row of it, j a block, g a group, c an entry of a list.
 
 In all files here names end in the shape of their tensor: N rows, V vocabulary, NB blocks (1024 ids)
 and NG groups (64 ids) of a row, J the blocks of a row as columns, C entries of a short list, B
-requests, K most drafts of a request, S slots, R masks, W words of a mask, M entries of edits.
+requests, K (upper bound of) drafts of a request, S slots, R masks, W words of a mask, M entries of
+edits.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl  # noqa: F401 (the interpreter needs it in modules of kernels)
 from torch import Tensor
 
 
@@ -38,7 +37,7 @@ class Mask(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """The entries of `Edits`, as `rows.py: edit_kernel` leaves them.
+    """The entries of `Edits`, prepared by `rows.py: edit_kernel`.
 
     value_M:  the edited logit of the entry's token
     begin_NJ: the index in `token_M` of the first entry of each block of each row
@@ -67,7 +66,7 @@ class Requests(NamedTuple):
     """B requests of up to K1 rows each.
 
     num_B:   number of drafts; a request has one row more. Not read if K1 is 1
-    index_B: the draft index of each row, where rows are drafts
+    index_B: the draft index of each row; read only if rows are drafts
     """
 
     num_B: Tensor
@@ -90,9 +89,8 @@ class Slots(NamedTuple):
 class Filtered(NamedTuple):
     """The result of top-k, top-p and min-p for each row; see `filters.py`.
 
-    threshold_N:    the lowest raw logit that is kept; -inf if all are
-    count_N:        the entries of the row's short list; DENSE if it has none; UNDECIDED until
-                    `wide_kernel` has found the threshold
+    threshold_N:    the lowest raw logit that is kept; -inf if all are kept
+    count_N:        the entries of the row's short list, or DENSE, or UNDECIDED
     list_id_NC, list_x_NC: ids and logits of a short list
     queue_N1:       how many rows need more than a short list, then the numbers of these rows
     group_top_NG:   maxima of groups
@@ -109,10 +107,15 @@ class Filtered(NamedTuple):
 class Scratch(NamedTuple):
     """Results that the kernels of one op pass on to later kernels.
 
-    mass_NJ: log2 masses of blocks; at T=0 maxima of blocks. They are masses of p, except in rows
-             that `residual_kernel` has summed: there they are masses of the residual
+    mass_NJ: log2 masses of blocks, of p or, after `residual_kernel`, of the residual; at T=0 maxima
     best_NJ: best scores of blocks under flat noise, of p or the residual as in `mass_NJ`
     lse_N:   log2 of a row's mass
+
+    For rows with filters a field holds something else before these values are written:
+
+    best_NJ: maxima of blocks, from the scan to `filter_kernel`; then stretches (`sweep.py`)
+    mass_NJ: from the first sweep to `wide_kernel`, the weight W(x >= b) of each block, linear
+    lse_N:   maxima of UNDECIDED rows
     """
 
     mass_NJ: Tensor
@@ -121,44 +124,8 @@ class Scratch(NamedTuple):
     filtered: Filtered | None
 
 
-# Other names of the same memory. Rows with filters use it while its field has no values of its own
-# to hold. `sweep.py` does the same with lists and notes of searches.
-
-
-@triton.jit
-def block_top_NJ(scratch: Scratch):
-    """Maxima of blocks, in place of `best_NJ`: from the scan until `filter_kernel` reads them."""
-    return scratch.best_NJ
-
-
-@triton.jit
-def picked_NG(filtered: Filtered):
-    """Numbers of picked groups, in place of `group_top_NG`: only inside of `filter_kernel`."""
-    return filtered.group_top_NG
-
-
-@triton.jit
-def row_top_N(scratch: Scratch):
-    """Maxima of UNDECIDED rows, in place of `lse_N`: from `filter_kernel` to `wide_kernel`."""
-    return scratch.lse_N
-
-
-@triton.jit
-def above_NJ(scratch: Scratch):
-    """W(x >= b) of each block after a sweep with keys a, b, in place of `mass_NJ`: linear masses,
-    or counts for top-k. From a sweep until `wide_kernel` writes log2 masses."""
-    return scratch.mass_NJ
-
-
-@triton.jit
-def stretch_NJ(scratch: Scratch):
-    """Each block's stretch of a search's list (`sweep.py: packed`), in place of `best_NJ`: valid as
-    long as `above_NJ`."""
-    return scratch.best_NJ
-
-
 class Q(NamedTuple):
-    """The tensors of `DraftCache`. A draft's row in them is slot * K + draft index."""
+    """The tensors of `DraftCache`, if there is one. A draft's row is slot * K + draft index."""
 
     logits_SKV: Tensor
     threshold_SK: Tensor
@@ -168,7 +135,7 @@ class Q(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What all kernels of an op get. slots: None for raw logits; q: None without a draft cache."""
+    """Arguments of all kernels of an op. slots is None for raw logits."""
 
     rows: RawRows
     requests: Requests
@@ -178,7 +145,7 @@ class Batch(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts of all requests. rate_K is None unless a slot may be under SYNTHETIC."""
+    """The drafts of all requests. rate_K is None if no slot is under SYNTHETIC."""
 
     token_BK: Tensor
     real_q_B: Tensor
@@ -187,7 +154,7 @@ class Drafts(NamedTuple):
 
 
 class Agenda(NamedTuple):
-    """What the residual pass has to do for each request. Layout: `decide.py: RequestAgenda`."""
+    """The work of the residual pass for each request. Layout: `decide.py: RequestAgenda`."""
 
     integers: Tensor
     floats: Tensor

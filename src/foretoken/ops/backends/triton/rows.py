@@ -1,7 +1,6 @@
 """What every kernel does first: find its row, read its slot's parameters, load edited logits.
 
-Kernels run over requests b and the rows i = 0..K_b of each. Logits are loaded raw in any float
-dtype, edited on load, and held in float32; they are not written back.
+Logits are loaded raw in any float dtype, edited on load, and held in float32.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ GROUP = tl.constexpr(64)  # ids per group; the maximum of each group is kept
 GROUPS = tl.constexpr(BLOCK.value // GROUP.value)  # groups per block
 CAPACITY = tl.constexpr(128)  # entries of a row's short list
 FIXED = tl.constexpr(1099511627776.0)  # 2^40: sums of integers are the same in any order
-REQUESTS_AT_ONCE = tl.constexpr(128)  # `first_row` sums the rows of so many requests at once
-_ENTRIES_AT_ONCE = tl.constexpr(512)
+REQUEST_CHUNK = tl.constexpr(128)  # usual CHUNK of `first_row`
+_ENTRY_CHUNK = tl.constexpr(512)  # entries that `edit_kernel` handles together
 
 Settings = namedtuple(
     "Settings", "slot key rule greedy scale top_k top_p min_p counted flat filtered"
@@ -30,10 +29,10 @@ Settings = namedtuple(
 """The parameters of a slot.
 
 greedy:   T=0
-scale:    from logits to log2 of unnormalised probabilities
+scale:    factor from logits to log2 of unnormalised probabilities
 counted:  whether top-k is active, which counts logits instead of summing weights
 flat:     whether draws are by flat noise (`draw.py`): top-k is active, or the rule is COUPLED
-filtered: whether top-k, top-p or min-p may drop tokens; never at T=0
+filtered: whether top-k, top-p or min-p is active; never at T=0
 """
 
 
@@ -51,7 +50,7 @@ def false_like(x):
 
 @triton.jit
 def read_settings(slots: Slots, slot, V):
-    """The settings of a slot for rows of V logits. The compiler drops loads that are not used."""
+    """The `Settings` of a slot for rows of V logits. The compiler drops loads that are not used."""
     temperature = tl.load(slots.temperature_S + slot)
     rule = tl.load(slots.rule_S + slot)
     top_k, top_p = tl.load(slots.top_k_S + slot), tl.load(slots.top_p_S + slot)
@@ -79,17 +78,13 @@ def wait_for_writes(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def first_row(
-    requests: Requests, b, RAGGED: tl.constexpr, AT_ONCE: tl.constexpr = REQUESTS_AT_ONCE
-):
+def first_row(requests: Requests, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr = REQUEST_CHUNK):
     """The row that decides request b's first token: the sum of K + 1 over earlier requests.
-
-    AT_ONCE: how many requests are summed at once; up to 4 need no exchange between warps.
-    """
+    CHUNK: how many requests are summed together; up to 4 need no exchange between warps."""
     if RAGGED:
-        total = tl.zeros((AT_ONCE,), tl.int64)
-        for start in range(0, b, AT_ONCE):
-            before = start + tl.arange(0, AT_ONCE)
+        total = tl.zeros((CHUNK,), tl.int64)
+        for start in range(0, b, CHUNK):
+            before = start + tl.arange(0, CHUNK)
             num = tl.load(requests.num_B + before, mask=before < b, other=0)
             total += tl.where(before < b, num + 1, 0)
         return tl.sum(total, axis=0)
@@ -98,18 +93,15 @@ def first_row(
 
 
 @triton.jit
-def edit_kernel(
-    rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M, subtract_M, WIDTH: tl.constexpr
-):  # fmt: skip
+def edit_kernel(rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M, subtract_M,
+                WIDTH: tl.constexpr):  # fmt: skip
     """A program per row fills `value_M` and `begin_NJ`, so that later kernels can look edits up.
-
     `rows.entries` is None here. A masked token's value is -inf, since the mask is applied first.
-    `_first_entry` runs last: by then the tokens that it reads are in the L1 cache.
-    """
+    `_first_entry` runs last: by then the tokens that it reads are in the L1 cache."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(start_N1 + row), tl.load(start_N1 + row + 1)
-    for first in range(begin, end, _ENTRIES_AT_ONCE):
-        e = first + tl.arange(0, _ENTRIES_AT_ONCE)
+    for first in range(begin, end, _ENTRY_CHUNK):
+        e = first + tl.arange(0, _ENTRY_CHUNK)
         mine = e < end
         token = tl.load(entries.token_M + e, mask=mine, other=0)
         x = load_at(rows, row, token, mine)
@@ -121,8 +113,8 @@ def edit_kernel(
     j = tl.arange(0, WIDTH)
     zeros = tl.zeros((WIDTH,), tl.int64)
     e = _first_entry(entries, begin + zeros, end + zeros, j * BLOCK)
-    place = entries.begin_NJ + row * entries.columns + j
-    tl.store(place, e.to(tl.int32), mask=j < entries.columns)
+    begin_p = entries.begin_NJ + row * entries.columns + j
+    tl.store(begin_p, e.to(tl.int32), mask=j < entries.columns)
 
 
 @triton.jit
@@ -141,7 +133,7 @@ def _first_entry(entries: Entries, low, high, id_):
 
 @triton.jit
 def _allowed(mask: Mask, index, off, valid):
-    """Whether mask `index` allows the ids `off`; where not `valid` nothing is loaded."""
+    """Whether mask `index` allows the ids `off`; True where not `valid`."""
     word = tl.load(mask.bits_RW + index * mask.words + off // 32, mask=valid, other=-1)
     return ((word >> (off % 32).to(tl.int32)) & 1) == 1
 
@@ -151,37 +143,31 @@ def load_span(rows: RawRows, row, first, WIDTH: tl.constexpr, evict: tl.constexp
     """Edited logits first..first + WIDTH - 1 of a row, float32; -inf after the row's end."""
     begin, end = 0, 0
     if rows.entries is not None:  # before the logits: both loads are in flight together
-        place = rows.entries.begin_NJ + row * rows.entries.columns + first // BLOCK
-        begin, end = tl.load(place), tl.load(place + (WIDTH + BLOCK - 1) // BLOCK)
+        begin_p = rows.entries.begin_NJ + row * rows.entries.columns + first // BLOCK
+        begin, end = tl.load(begin_p), tl.load(begin_p + (WIDTH + BLOCK - 1) // BLOCK)
     off = first + tl.arange(0, WIDTH)
-    x = tl.load(
-        rows.logits_NV + row * rows.stride + off,
-        mask=off < rows.V,
-        other=float("-inf"),
-        eviction_policy=evict,
-    ).to(tl.float32)
+    valid, place = off < rows.V, rows.logits_NV + row * rows.stride + off
+    x = tl.load(place, mask=valid, other=float("-inf"), eviction_policy=evict).to(tl.float32)
     if rows.mask is not None:
         index = tl.load(rows.mask.index_N + row)
         if index >= 0:
-            x = tl.where(_allowed(rows.mask, index, off, off < rows.V), x, float("-inf"))
+            x = tl.where(_allowed(rows.mask, index, off, valid), x, float("-inf"))
     if rows.entries is not None:
         token_M, value_M = rows.entries.token_M, rows.entries.value_M
         for e in range(begin, end, 2):  # in pairs: twice as many loads in flight
-            other = tl.minimum(e + 1, end - 1)  # if the number is odd, the last entry twice
+            second = tl.minimum(e + 1, end - 1)  # if their number is odd, the last entry twice
             token, value = tl.load(token_M + e).to(tl.int32), tl.load(value_M + e)
-            other_token = tl.load(token_M + other).to(tl.int32)
-            other_value = tl.load(value_M + other)
+            second_token = tl.load(token_M + second).to(tl.int32)
+            second_value = tl.load(value_M + second)
             x = tl.where(off == token, value, x)
-            x = tl.where(off == other_token, other_value, x)
+            x = tl.where(off == second_token, second_value, x)
     return x
 
 
 @triton.jit
 def load_at(rows: RawRows, row, off, valid):
     """Edited logits at ids `off`; `row`: one row, or a block like `off`. -inf where not `valid`.
-
-    Each lane finds its entry by a binary search among those of the id's block.
-    """
+    Each lane finds its entry by a binary search among those of the id's block."""
     row = row + tl.zeros_like(off)
     place = rows.logits_NV + row * rows.stride + off
     x = tl.load(place, mask=valid, other=float("-inf")).to(tl.float32)
@@ -241,10 +227,7 @@ def log2_sum_rows(x):
 
 @triton.jit
 def load_blocks(per_block_NJ, row, NB, NBP: tl.constexpr):
-    """The values of a row's blocks [NBP], -inf after the last block.
-
-    Read past the L1 cache: other multiprocessors wrote them.
-    """
-    j = tl.arange(0, NBP)
+    """The values of a row's blocks [NBP], -inf after the last block."""
+    j = tl.arange(0, NBP)  # read past the L1 cache: other multiprocessors wrote them
     place = per_block_NJ + row * NB + j
     return tl.load(place, mask=j < NB, other=float("-inf"), cache_modifier=".cg")

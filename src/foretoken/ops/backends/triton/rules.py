@@ -1,8 +1,7 @@
-"""The verification rules of `ops/rules.py` on the device: one request, its K drafts as a vector.
+"""The verification rules of `ops/rules.py` on the device: how many drafts a request accepts.
 
-Belongs here: a number and a function per rule, which says where the accepted prefix ends. They are
-called by `decide.py: _apply_rule`; tests compare them with the oracle. Probabilities are in log2.
-Lane i of a vector is about draft i.
+Lane i of a vector belongs to draft i of the request. Probabilities are in log2. `decide.py:
+_apply_rule` calls these functions; tests compare them with the oracle.
 """
 
 from __future__ import annotations
@@ -13,38 +12,38 @@ import triton.language as tl
 from foretoken.ops.types import Rule
 
 STANDARD = tl.constexpr(int(Rule.STANDARD))
-BLOCK_RULE = tl.constexpr(int(Rule.BLOCK))  # since `rows.py: BLOCK` is a number of ids
+BLOCK_RULE = tl.constexpr(int(Rule.BLOCK))  # `rows.py: BLOCK` is a number of ids
 COUPLED = tl.constexpr(int(Rule.COUPLED))
 SYNTHETIC = tl.constexpr(int(Rule.SYNTHETIC))
 
 
 @triton.jit
-def is_stated(rule, UNDER_BLOCK: tl.constexpr, RATES: tl.constexpr):
+def is_compiled(rule, UNDER_BLOCK: tl.constexpr, RATES: tl.constexpr):
     """Whether the kernel was compiled with this rule: BLOCK if UNDER_BLOCK, SYNTHETIC if RATES."""
-    stated = (rule == STANDARD) | (rule == COUPLED)
+    compiled = (rule == STANDARD) | (rule == COUPLED)
     if UNDER_BLOCK:
-        stated = stated | (rule == BLOCK_RULE)
+        compiled = compiled | (rule == BLOCK_RULE)
     if RATES:
-        stated = stated | (rule == SYNTHETIC)
-    return stated
+        compiled = compiled | (rule == SYNTHETIC)
+    return compiled
 
 
 @triton.jit
-def _prefix(accepted, i, num):
-    """How many drafts are accepted before the first that is not, or before draft `num`."""
+def _prefix_length(accepted, i, num):
+    """How many of the first `num` drafts come before the first one that is not `accepted`."""
     return tl.min(tl.where(accepted & (i < num), num, i), axis=0)
 
 
 @triton.jit
 def standard(log_p, log_q, log_u, i, num):
     """Accept x_i while u_i < p(x_i) / q(x_i). Leviathan et al. 2023, algorithm 1."""
-    return _prefix((log_u < log_p - log_q) & (log_q > float("-inf")), i, num)
+    return _prefix_length((log_u < log_p - log_q) & (log_q > float("-inf")), i, num)
 
 
 @triton.jit
 def synthetic(rate, log_q, u, i, num):
-    """Accept x_i while u_i < c_i, its rate, whatever p and q are."""
-    return _prefix((u < rate) & (log_q > float("-inf")), i, num)
+    """Accept x_i while u_i is below its rate, whatever p and q are."""
+    return _prefix_length((u < rate) & (log_q > float("-inf")), i, num)
 
 
 @triton.jit
@@ -55,9 +54,7 @@ def _larger(a, b):
 @triton.jit
 def block_weights(log_p, log_q):
     """log2 p_{i+1}, where p_{i+1} = min(1, p_i p(x_i) / q(x_i)). Sun et al. 2024, algorithm 2.
-
-    In log2 this is a walk reflected at 0: its sum minus the highest sum so far.
-    """
+    In log2 this is a walk reflected at 0: its sum minus the highest sum so far."""
     ratio = tl.where(log_q > float("-inf"), log_p - log_q, float("-inf"))
     walk = tl.cumsum(ratio, axis=0)
     highest = tl.maximum(tl.associative_scan(walk, 0, _larger), 0.0)
@@ -67,24 +64,20 @@ def block_weights(log_p, log_q):
 @triton.jit
 def block_all(log_next, log_q, log_u, i, num):
     """num if BLOCK accepts every draft, else 0. This needs no residual mass, since h_K = p_K.
-
-    log_next: log2 p_{i+1}.
-    """
-    known = _prefix(log_q > float("-inf"), i, num)
-    last = tl.sum(((i == known - 1) & (log_u < log_next)).to(tl.int32), axis=0)
-    return tl.where((known == num) & (last > 0), num, 0)
+    log_next: log2 p_{i+1}."""
+    with_q = _prefix_length(log_q > float("-inf"), i, num)
+    last = tl.sum(((i == with_q - 1) & (log_u < log_next)).to(tl.int32), axis=0)
+    return tl.where((with_q == num) & (last > 0), num, 0)
 
 
 @triton.jit
-def block(log_next, mass_next, ends, log_q, log_u, i, num):
+def block(log_next, mass_next, is_last, log_q, log_u, i, num):
     """Accept the first tau = max{i: u_i < h_i} drafts, even if an earlier u_i reaches h_i.
-
     h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, h_K = p_K. log_next: log2 p_{i+1}. mass_next: the residual
-    mass S_{i+1}. ends: whether no draft with a q follows.
-    """
+    mass S_{i+1}. is_last: whether no draft with a q follows."""
     p = tl.exp2(log_next)
     rest = mass_next + 1 - p
     h = tl.where(rest > 0, mass_next / tl.where(rest > 0, rest, 1.0), 1.0)
-    h = tl.where(ends, p, h)
-    known = i < _prefix(log_q > float("-inf"), i, num)
-    return tl.max(tl.where(known & (log_u < tl.log2(h)), i + 1, 0), axis=0)
+    h = tl.where(is_last, p, h)
+    with_q = i < _prefix_length(log_q > float("-inf"), i, num)
+    return tl.max(tl.where(with_q & (log_u < tl.log2(h)), i + 1, 0), axis=0)

@@ -2,9 +2,6 @@
 
 Sizes of batches are arguments that Triton does not specialise on, so a kernel is compiled once for
 all sizes. The next power of 2 of K is compiled in.
-
-`pack_kernel` packs the tokens of a pass, for a step and for the first pass of a round. Each program
-counts the tokens of all earlier requests itself: a kernel for that would cost more.
 """
 
 from __future__ import annotations
@@ -18,21 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
+from foretoken.ops.backends.triton.compiled import launch, zero_if_recording
 from foretoken.ops.backends.triton.launch import dependent, overlaps
 from foretoken.ops.backends.triton.rows import wait_for_writes, zero_like
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
-SPAN = tl.constexpr(1024)  # tokens, or columns of the block table, that a program moves at once
-AT_ONCE = tl.constexpr(256)  # requests that a program looks at together
-TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
+LANES = tl.constexpr(1024)  # tokens, or columns of the block table, of one load and store
+CHUNK = tl.constexpr(256)  # requests of one load
+PART = tl.constexpr(2048)  # tokens of a text in which one program looks for a suffix
 
 Span = namedtuple("Span", "slot start count rows")
 """Tokens start..start + count - 1 of a slot; the last `rows` of them need logits."""
 
 
-class Table(NamedTuple):
+class SlotTable(NamedTuple):
     """The tensors of `SlotState`; W, L: widths of `token_SL`, `block_SL`; spare: the last slot."""
 
     token_SL: Tensor
@@ -46,10 +43,8 @@ class Table(NamedTuple):
 
 
 class RoundTensors(NamedTuple):
-    """A round of drafting: the tensors of `DraftRequests`, then those of `Round`.
-
-    place_3KB: `position_KB`, `length_KB` and `index_KB`. known, max_len: see `Steps.begin_round`
-    """
+    """A round of drafting: the tensors of `DraftRequests`, then those of `Round`; `place_3KB` has
+    `position_KB`, `length_KB` and `index_KB`. known, max_len: see `Steps.begin_round`."""
 
     slot_B: Tensor
     num_B: Tensor
@@ -74,10 +69,8 @@ class Packed(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """Prompt lookup: tensors of `DraftRequests`, and ranks. P: parts of a text, TEXT tokens each.
-
-    rank_BP: rank of the best occurrence that ends in the part; 0: there is none
-    """
+    """Prompt lookup: tensors of `DraftRequests`, and `rank_BP`: rank of the best occurrence of the
+    suffix that ends in part P of the text, PART tokens long; 0: there is none."""
 
     slot_B: Tensor
     num_B: Tensor
@@ -86,16 +79,18 @@ class Lookup(NamedTuple):
     parts: int
 
 
-@triton.jit(do_not_specialize=["B", "T", "N", "most", "stride"])
-def pack_kernel(
-    table: Table, step: StepTokens, drafting: RoundTensors, out: Packed, B, T, N, most, stride,
-    KP: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Programs: (request, SPAN columns of the block table). The first of a request does the rest.
+@triton.jit(do_not_specialize=["B", "T", "N", "K", "stride"])
+def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out: Packed, B, T, N, K,
+                stride, KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Pack the tokens of a step, or of the first pass of a round of drafting.
+
+    Programs: (request, LANES columns of the block table). The first program of a request also
+    writes its tokens and rows. It counts the tokens of all earlier requests itself: a kernel for
+    that would cost more.
 
     step, drafting: one of them is None. T, N: sizes of `token_T` and `row_N`.
-    most, stride: for drafting, K and the distance of rows of `place_3KB`. Passes compute K tokens
-    after a request's `length`; those beyond its own drafts go to the spare's block (`trash`).
+    K, stride: for drafting, the number of passes and the distance of rows of `place_3KB`. Passes
+    compute K tokens after a request's `length`; tokens after its last draft go to the spare block.
     """
     wait_for_writes(OVERLAP)
     table, out = table, out  # makes values of fields that are 1, see `records.py`
@@ -104,47 +99,45 @@ def pack_kernel(
     b, part = tl.program_id(0), tl.program_id(1)
     span = _span(table, step, drafting, b, b < B)
     length = span.start + span.count
-    drafts, passes, trash = zero_like(span.count), 0, zero_like(span.slot)
+    drafts, passes, spare_block = zero_like(span.count), 0, zero_like(span.slot)
     if drafting is not None:
         room = tl.maximum(drafting.max_len + 1 - tl.load(drafting.position_B + b), 0)
-        drafts, passes = tl.minimum(tl.load(drafting.num_B + b), room), most
-        trash = tl.load(table.block_SL + table.spare * table.L)
-    owned = tl.cdiv(length + drafts, out.block_size)
-    reached = tl.minimum(tl.cdiv(length + passes, out.block_size), table.L)
-    column = part * SPAN + tl.arange(0, SPAN)
-    its_blocks = table.block_SL + span.slot * table.L + column
-    block = tl.load(its_blocks, mask=column < tl.minimum(owned, reached), other=trash)
-    tl.store(out.block_BL + b.to(tl.int64) * table.L + column, block, mask=column < reached)
+        drafts, passes = tl.minimum(tl.load(drafting.num_B + b), room), K
+        spare_block = tl.load(table.block_SL + table.spare * table.L)
+    num_own = tl.cdiv(length + drafts, out.block_size)
+    num_read = tl.minimum(tl.cdiv(length + passes, out.block_size), table.L)
+    column = part * LANES + tl.arange(0, LANES)
+    block_p = table.block_SL + span.slot * table.L + column
+    block = tl.load(block_p, mask=column < tl.minimum(num_own, num_read), other=spare_block)
+    tl.store(out.block_BL + b.to(tl.int64) * table.L + column, block, mask=column < num_read)
     if part > 0:
         return
     if drafting is not None:
         i, last = tl.arange(0, KP), tl.minimum(drafting.max_len, table.L * out.block_size)
         end = tl.minimum(length + i, last)
-        place, size = drafting.place_3KB + i * stride + b, most * stride
-        tl.store(place, end - 1, mask=i < most)
-        tl.store(place + size, end, mask=i < most)
-        tl.store(place + 2 * size, i, mask=i < most)
+        place, size = drafting.place_3KB + i * stride + b, K * stride
+        tl.store(place, end - 1, mask=i < K)
+        tl.store(place + size, end, mask=i < K)
+        tl.store(place + 2 * size, i, mask=i < K)
         tl.store(drafting.kept_B + b, drafts)
         tl.store(drafting.index_B1 + b, b)
         if b == B - 1:
             tl.store(drafting.index_B1 + B, B)
     first_token, first_row = zero_like(span.count), zero_like(span.rows)
-    for begin in range(0, b, AT_ONCE):
-        others = begin + tl.arange(0, AT_ONCE)
-        before = _span(table, step, drafting, others, others < b)
-        first_token += tl.sum(before.count, 0)
-        first_row += tl.sum(before.rows, 0)
+    for begin in range(0, b, CHUNK):
+        requests = begin + tl.arange(0, CHUNK)
+        earlier = _span(table, step, drafting, requests, requests < b)
+        first_token += tl.sum(earlier.count, 0)
+        first_row += tl.sum(earlier.rows, 0)
     _store_packed(table, out, b, span, first_token, first_row, B, T, N)
 
 
 @triton.jit
-def _span(table: Table, step: StepTokens, drafting: RoundTensors, i, live):
-    """The `Span` that request i computes, or a vector of them; empty where not live.
-
+def _span(table: SlotTable, step: StepTokens, drafting: RoundTensors, i, live):
+    """The `Span` that request i computes, or a vector of spans; empty where not `live`.
     A request that has reached its limit is computed in the spare slot: the keys and values of its
-    last token are not needed, and there may be no block for them. d: the request's index among
-    those that decide (`of_B`), -1 if it does not.
-    """
+    last token are not needed, and perhaps no block exists for them. d: the request's index among
+    those that decide, -1 if it does not decide."""
     if drafting is None:
         slot, d = _slot_or_spare(table, step.slot_B, i, live), i.to(tl.int64)
         if step.of_B is not None:
@@ -162,8 +155,7 @@ def _span(table: Table, step: StepTokens, drafting: RoundTensors, i, live):
 
 
 @triton.jit
-def _slot_or_spare(table: Table, slot_B, i, live):
-    """The slot of request i, or the spare slot if the request may have no more tokens."""
+def _slot_or_spare(table: SlotTable, slot_B, i, live):
     slot = tl.load(slot_B + i, mask=live, other=0)
     length = tl.load(table.length_S + slot, mask=live, other=0)
     limit = tl.load(table.limit_S + slot, mask=live, other=0)
@@ -171,12 +163,12 @@ def _slot_or_spare(table: Table, slot_B, i, live):
 
 
 @triton.jit
-def _store_packed(table: Table, out: Packed, b, span, first_token, first_row, B, T, N):
+def _store_packed(table: SlotTable, out: Packed, b, span, first_token, first_row, B, T, N):
     """Write the tokens and rows of request b; for the last request also the padding after them."""
-    j, its_tokens = tl.arange(0, SPAN), table.token_SL + span.slot * table.W + span.start
-    for begin in range(0, span.count, SPAN):
+    j, token_p = tl.arange(0, LANES), table.token_SL + span.slot * table.W + span.start
+    for begin in range(0, span.count, LANES):
         i = begin + j
-        token = tl.load(its_tokens + i, mask=i < span.count, other=0)
+        token = tl.load(token_p + i, mask=i < span.count, other=0)
         tl.store(out.token_T + first_token + i, token, mask=i < span.count)
         tl.store(out.position_T + first_token + i, span.start + i, mask=i < span.count)
     end_token, end_row = first_token + span.count, first_row + span.rows
@@ -186,19 +178,19 @@ def _store_packed(table: Table, out: Packed, b, span, first_token, first_row, B,
     if b == B - 1:
         tl.store(out.start_B1 + B, end_token)
         token = tl.load(table.token_SL + zero_like(span.slot) + table.spare * table.W)
-        for begin in range(end_token, T, SPAN):
+        for begin in range(end_token, T, LANES):
             i = begin + j
             tl.store(out.token_T + i, token, mask=i < T)
             tl.store(out.position_T + i, 0, mask=i < T)
-        for begin in range(end_row, N, SPAN):
+        for begin in range(end_row, N, LANES):
             tl.store(out.row_N + begin + j, 0, mask=begin + j < N)
 
 
 @triton.jit(do_not_specialize=["B"])
-def count_kernel(table: Table, slot_B, most_B, num_B, position_B, B, OVERLAP: tl.constexpr):
-    """A program counts the drafts and known tokens of AT_ONCE requests."""
+def count_kernel(table: SlotTable, slot_B, most_B, num_B, position_B, B, OVERLAP: tl.constexpr):
+    """A program counts the drafts and known tokens of CHUNK requests."""
     wait_for_writes(OVERLAP)
-    b = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    b = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     slot = tl.load(slot_B + b, mask=b < B, other=0)
     length = tl.load(table.length_S + slot, mask=b < B, other=0)
     left = tl.load(table.limit_S + slot, mask=b < B, other=0) - length - 1
@@ -208,26 +200,22 @@ def count_kernel(table: Table, slot_B, most_B, num_B, position_B, B, OVERLAP: tl
 
 
 @triton.jit(do_not_specialize=["K"])
-def put_kernel(
-    table: Table, slot_B, position_B, num_B, token_BK, K, last_id, KP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
+def write_drafts_kernel(table: SlotTable, slot_B, position_B, num_B, token_BK, K, last_id,
+                        KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A program writes one request's drafts after its known tokens, as ids in 0..last_id."""
     wait_for_writes(OVERLAP)
     table = table  # makes values of fields that are 1, see `records.py`
     b, i = tl.program_id(0), tl.arange(0, KP)
     live = (i < K) & (i < tl.load(num_B + b))
     token = tl.load(token_BK + b * K + i, mask=live, other=0)
-    its_drafts = table.token_SL + tl.load(slot_B + b) * table.W + tl.load(position_B + b)
-    tl.store(its_drafts + i, tl.minimum(tl.maximum(token, 0), last_id), mask=live)
+    draft_p = table.token_SL + tl.load(slot_B + b) * table.W + tl.load(position_B + b)
+    tl.store(draft_p + i, tl.minimum(tl.maximum(token, 0), last_id), mask=live)
 
 
 @triton.jit(do_not_specialize=["B", "K"])
-def advance_kernel(
-    table: Table, step: StepTokens, verdict: Verdict, packet, B, K, KP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """A program takes over one request's step, see `Steps.advance`. None changes the spare slot."""
+def advance_kernel(table: SlotTable, step: StepTokens, verdict: Verdict, packet, B, K,
+                   KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """A program per request: see `Steps.advance`. The spare slot, at its limit, does not change."""
     wait_for_writes(OVERLAP)
     table = table
     b, i = tl.program_id(0), tl.arange(0, KP)
@@ -236,31 +224,30 @@ def advance_kernel(
     computed, d = tl.load(table.computed_S + slot), b.to(tl.int64)
     if step.of_B is not None:
         d = tl.load(step.of_B + b)
-    tl.debug_barrier()  # no warp writes what another one has yet to read
+    tl.debug_barrier()  # every warp has read the slot before one writes it
     active, accepted = length < limit, zero_like(length)
     tl.store(packet + b, computed)
     if d >= 0:  # request b is number d of those that decide
         accepted = tl.load(verdict.n_accept_B + d)
         finite = tl.load(verdict.finite_B + d).to(tl.int64)
         token = tl.load(verdict.token_BK1 + d * (K + 1) + i, mask=i <= K, other=-1)
-        to = packet + B + d * (K + 4)
-        tl.store(to, tl.load(step.num_D + d))
-        tl.store(to + 1, accepted)
-        tl.store(to + 2, finite)
-        tl.store(to + 3 + i, token, mask=i <= K)
+        packet_p = packet + B + d * (K + 4)
+        tl.store(packet_p, tl.load(step.num_D + d))
+        tl.store(packet_p + 1, accepted)
+        tl.store(packet_p + 2, finite)
+        tl.store(packet_p + 3 + i, token, mask=i <= K)
         end = length + accepted + finite
-        its_tokens = table.token_SL + slot * table.W + length
-        tl.store(its_tokens + i, token, mask=active & (length + i < end))
+        token_p = table.token_SL + slot * table.W + length
+        tl.store(token_p + i, token, mask=active & (length + i < end))
         tl.store(table.length_S + slot, end, mask=active)
         tl.store(table.limit_S + slot, end, mask=active & (finite == 0))
     tl.store(table.computed_S + slot, computed + num_tokens + accepted, mask=active)
 
 
 @triton.jit(do_not_specialize=["B", "T"])
-def shift_kernel(
-    table: Table, slot_B, start_B1, length_B, token_T, row_B, B, T, OVERLAP: tl.constexpr
-):  # fmt: skip
-    """A program writes the token after each row of one request; the last one also padding."""
+def shift_kernel(table: SlotTable, slot_B, start_B1, length_B, token_T, row_B, B, T,
+                 OVERLAP: tl.constexpr):  # fmt: skip
+    """A program writes the token after each token of a request; the last one also the padding."""
     wait_for_writes(OVERLAP)
     table = table
     b = tl.program_id(0)
@@ -270,18 +257,18 @@ def shift_kernel(
     last = tl.minimum(length - 1, tl.load(table.length_S + slot) - 2)
     tl.store(row_B + b, start + tl.maximum(last - first, 0))
     stop = tl.where(b == B - 1, T, end)
-    for begin in range(start, stop, SPAN):
-        t = begin + tl.arange(0, SPAN)
-        after = tl.minimum(first + (t - start) + 1, table.W - 1)
-        token = tl.load(table.token_SL + slot * table.W + after, mask=t < stop, other=0)
+    for begin in range(start, stop, LANES):
+        t = begin + tl.arange(0, LANES)
+        next_position = tl.minimum(first + (t - start) + 1, table.W - 1)
+        token = tl.load(table.token_SL + slot * table.W + next_position, mask=t < stop, other=0)
         tl.store(token_T + t, tl.maximum(token, 0), mask=t < stop)
 
 
 @triton.jit(do_not_specialize=["B"])
 def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constexpr):
-    """A program joins the drafts of AT_ONCE requests. drafts: K tensors [B]."""
+    """A program joins the drafts of CHUNK requests. drafts: K tensors [B]."""
     wait_for_writes(OVERLAP)
-    b = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    b = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     num = tl.load(num_B + b, mask=b < B, other=0)
     for i in tl.static_range(K):
         token = tl.load(drafts[i] + b, mask=b < B, other=-1)
@@ -289,47 +276,41 @@ def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constex
 
 
 @triton.jit
-def search_kernel(
-    table: Table, lookup: Lookup, shortest, longest, OVERLAP: tl.constexpr
-):  # fmt: skip
-    """Programs: (request, part of its text). Each ranks occurrences of the suffix that end there.
-
-    Longer suffixes rank higher. For equal lengths, occurrences that have enough later tokens for
-    all drafts come first, the latest one highest; then the rest, the earliest one highest.
-    """
+def search_kernel(table: SlotTable, lookup: Lookup, shortest, longest, OVERLAP: tl.constexpr):
+    """Programs: (request, part of its text). Each ranks the suffix's occurrences that end there.
+    Longer suffixes rank higher. For equal lengths, occurrences with enough later tokens for all
+    drafts rank above all others: the former rank by rising position, the latter by falling."""
     wait_for_writes(OVERLAP)
     table, lookup = table, lookup
     b, part = tl.program_id(0), tl.program_id(1)
     num, last = tl.load(lookup.num_B + b), tl.load(lookup.position_B + b) - 1
     text = table.token_SL + tl.load(lookup.slot_B + b) * table.W
-    place = part * TEXT + tl.arange(0, TEXT)
+    place = part * PART + tl.arange(0, PART)
     best = zero_like(num)
-    if (num > 0) & (part * TEXT < last):
-        run, matches = zero_like(place), place < last
+    if (num > 0) & (part * PART < last):
+        length, matches = zero_like(place), place < last
         for back in range(longest):
             matches &= place >= back
             token = tl.load(text + tl.maximum(last - back, 0))
             matches &= tl.load(text + place - back, mask=matches, other=-1) == token
-            run += matches.to(tl.int32)
-        within = tl.where(last - place >= num, table.W + place, table.W - 1 - place)
-        rank = tl.where(run >= shortest, run.to(tl.int64) * (2 * table.W) + within, 0)
+            length += matches.to(tl.int32)
+        minor_rank = tl.where(last - place >= num, table.W + place, table.W - 1 - place)
+        rank = tl.where(length >= shortest, length.to(tl.int64) * (2 * table.W) + minor_rank, 0)
         best = tl.max(rank, 0)
     tl.store(lookup.rank_BP + b * lookup.parts + part, best)
 
 
 @triton.jit(do_not_specialize=["K"])
-def found_kernel(
-    table: Table, lookup: Lookup, token_BK, kept_B, K, KP: tl.constexpr, PP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """A program drafts, for one request, the tokens after the occurrence of the highest rank."""
+def copy_match_kernel(table: SlotTable, lookup: Lookup, token_BK, kept_B, K, KP: tl.constexpr,
+                      PP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """A program drafts the tokens after a request's occurrence of the highest rank."""
     wait_for_writes(OVERLAP)
     table, lookup = table, lookup
     b, i, part = tl.program_id(0), tl.arange(0, KP), tl.arange(0, PP)
     rank_P = lookup.rank_BP + b * lookup.parts + part
     rank = tl.max(tl.load(rank_P, mask=part < lookup.parts, other=0), 0)
-    within = rank % (2 * table.W)
-    end = tl.where(within >= table.W, within - table.W, table.W - 1 - within) + 1
+    minor_rank = rank % (2 * table.W)
+    end = tl.where(minor_rank >= table.W, minor_rank - table.W, table.W - 1 - minor_rank) + 1
     num = tl.load(lookup.num_B + b)
     num = tl.minimum(num, tl.maximum(tl.load(lookup.position_B + b) - end, 0))
     num = tl.where(rank > 0, num, 0)
@@ -339,38 +320,34 @@ def found_kernel(
 
 
 class Steps:
-    """The `Steps` of this backend: launches of these kernels on one `SlotState`."""
+    """The `foretoken.ops.steps.Steps` of this backend: launches of these kernels."""
 
     def __init__(self, state: SlotState) -> None:
         slots, width = state.token_SL.shape
-        self._table = Table(*state, width, state.block_SL.shape[1], slots - 1)
+        self._table = SlotTable(*state, width, state.block_SL.shape[1], slots - 1)
         self._overlap = overlaps(state.token_SL.device)
 
-    @zero_if_noted
+    @zero_if_recording
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Steps.count_drafts`."""
         requests = len(slot_B)
         num_B, position_B = _empty(slot_B, requests), _empty(slot_B, requests)
         args = (self._table, slot_B, most_B, num_B, position_B, requests)
-        self._launch(count_kernel, (triton.cdiv(requests, AT_ONCE.value),), *args)
+        self._launch(count_kernel, (triton.cdiv(requests, CHUNK.value),), *args)
         return num_B, position_B
 
     def write_drafts(
         self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
-        """See `Steps.write_drafts`."""
         (requests, width), token_BK = token_BK.shape, token_BK.contiguous()
         args = (self._table, asked.slot_B, asked.position_B, num_B, token_BK, width, last_id)
-        self._launch(put_kernel, (requests,), *args, triton.next_power_of_2(width))
+        self._launch(write_drafts_kernel, (requests,), *args, triton.next_power_of_2(width))
 
-    @zero_if_noted
+    @zero_if_recording
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
-        """See `Steps.pack`."""
         return self._pack(len(tokens.slot_B), tokens, None, sizes, block_size)
 
-    @zero_if_noted
+    @zero_if_recording
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        """See `Steps.advance`."""
         requests, (deciding, width) = len(tokens.slot_B), verdict.token_BK1.shape
         packet = _empty(tokens.slot_B, requests + deciding * (width + 3))
         verdict = Verdict(*map(Tensor.contiguous, verdict))
@@ -378,9 +355,8 @@ class Steps:
         self._launch(advance_kernel, (requests,), *args, triton.next_power_of_2(width))
         return packet
 
-    @zero_if_noted
+    @zero_if_recording
     def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
-        """See `Steps.begin_round`."""
         requests, like = len(asked.slot_B), asked.slot_B
         # Rows at multiples of 16 bytes: for other addresses kernels are compiled again.
         place_3KB = _empty(like, 3, asked.most, requests + requests % 2)
@@ -392,36 +368,33 @@ class Steps:
         first = self._pack(requests, None, drafting, sizes, block_size)
         return Round(kept_B, first, index_B1, *place_3KB[:, :, :requests])
 
-    @zero_if_noted
+    @zero_if_recording
     def shift(
         self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """See `Steps.shift`."""
         token_T, row_B = _empty(slot_B, num_tokens), torch.empty_like(slot_B)
         spans = (slot_B, batch.query_start_B1, batch.length_B)
         args = (self._table, *spans, token_T, row_B, len(slot_B), num_tokens)
         self._launch(shift_kernel, (len(slot_B),), *args)
         return token_T, row_B
 
-    @zero_if_noted
+    @zero_if_recording
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
-        """See `Steps.join_drafts`."""
         requests, width = len(num_B), len(drafts)
-        token_BK, programs = _empty(num_B, requests, width), triton.cdiv(requests, AT_ONCE.value)
+        token_BK, programs = _empty(num_B, requests, width), triton.cdiv(requests, CHUNK.value)
         self._launch(join_kernel, (programs,), tuple(drafts), num_B, token_BK, requests, width)
         return token_BK
 
-    @zero_if_noted
+    @zero_if_recording
     def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
-        """See `Steps.look_up`."""
-        like, (requests,), parts = asked.num_B, asked.num_B.shape, -(-self._table.W // TEXT.value)
+        like, (requests,), parts = asked.num_B, asked.num_B.shape, -(-self._table.W // PART.value)
         token_BK, kept_B = _empty(like, requests, asked.most), torch.empty_like(like)
         rank_BP = _empty(like, requests, parts)
         lookup = Lookup(asked.slot_B, asked.num_B, asked.position_B, rank_BP, parts)
         self._launch(search_kernel, (requests, parts), self._table, lookup, shortest, longest)
         widths = triton.next_power_of_2(asked.most), triton.next_power_of_2(parts)
         args = (self._table, lookup, token_BK, kept_B, asked.most)
-        self._launch(found_kernel, (requests,), *args, *widths)
+        self._launch(copy_match_kernel, (requests,), *args, *widths)
         return token_BK, kept_B
 
     def _pack(
@@ -441,15 +414,14 @@ class Steps:
         )  # fmt: skip
         _, passes, stride = (3, 1, 0) if drafting is None else drafting.place_3KB.shape
         dims = requests, sizes.tokens, sizes.rows, passes, stride, triton.next_power_of_2(passes)
-        grid = (requests, -(-columns // SPAN.value))
+        grid = (requests, -(-columns // LANES.value))
         self._launch(pack_kernel, grid, self._table, step, drafting, out, *dims)
         paged = (out.start_B1, out.length_B, out.block_BL, block_size)
         attention = AttentionBatch(*paged, most_queries=sizes.queries, values_fit=True)
         return ForwardBatch(out.token_T, out.position_T, out.row_N, attention)
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
-        """Launch a kernel that waits before it does anything else."""
-        overlap = self._overlap
+        overlap = self._overlap  # each kernel waits before it does anything else
         launch(kernel, grid, *args, OVERLAP=overlap, num_warps=4, **dependent(overlap))
 
 

@@ -8,15 +8,14 @@ the threshold between them.
 
 The filters queue such a row, and `guess_kernel` guesses its keys. The first sweep, spread over the
 whole GPU, measures W(x >= a) and W(x >= b), lists the logits in [a, b), and writes each block's
-weight W(x >= b), which stays valid wherever in [a, b) the threshold is. Programs of one warp take a
-block of a queued row at a time, as the scan does: no barrier between warps. If the guess was wrong
-or too wide, a second sweep does the same with keys that the figures of the first suggest; `wide.py`
-does the rest. What these launches save and cost: decision 010.
+weight W(x >= b), which stays valid wherever in [a, b) the threshold is. Programs of one warp take
+blocks of queued rows one by one: no barrier between warps. If the guess was wrong or too wide, a
+second sweep does the same with keys that follow from the results of the first; `wide.py` continues
+from there (decision 010).
 
-A block reserves a stretch of the row's list, so stretches lie in any order. No result depends on
-the order: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the
-largest weight is 1), and listed logits are added to a block's mass in the order of ids. A block
-writes where its stretch starts, and its length, to `stretch_NJ`.
+Blocks take stretches of the row's list in any order. No result depends on the order: weights are
+summed as integers of 2^-40 (`FIXED`; the largest weight is 1), and listed logits are added to a
+block's mass in the order of ids.
 
 A queued row has no short list. Until `wide_kernel` has ended, that memory holds notes:
 
@@ -36,33 +35,32 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.records import (  # isort: skip
-    Batch, Filtered, RawRows, above_NJ, stretch_NJ,
-)  # fmt: skip
+from foretoken.ops.backends.triton.records import Batch, Filtered, RawRows
+
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, CAPACITY, FIXED, key_of, let_next_start, load_at, load_blocks, load_span, log2_sum,
     value_of, wait_for_writes, zero_like,
 )  # fmt: skip
 
-GUESS_PROGRAMS = 132 * 2  # most programs; they loop. An H200 has 132 multiprocessors
+GUESS_PROGRAMS = 132 * 2  # upper bound; programs loop. An H200 has 132 multiprocessors
+SWEEP_PROGRAMS = 132 * 20  # upper bound; programs loop
+SECOND_PARTS = 16  # parts of a row in the second sweep, which skips most rows
 SAMPLE = tl.constexpr(4096)
-LIST = tl.constexpr(4096)  # most entries of a list
+LIST = tl.constexpr(4096)  # upper bound of the entries of a list
 LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite float
 GUESSES = tl.constexpr(6)  # passes over a row before its bracket is halved instead
-MISSED = tl.constexpr(10)  # the place of the note on whether the first sweep missed
-_CHUNK = tl.constexpr(8)  # neighbours in the sample: memory is read by sectors
-_SPREAD = tl.constexpr(3.0)  # standard deviations on either side of a guess
+MISSED_NOTE = tl.constexpr(10)  # the place of the note on whether the first sweep missed
+_NEIGHBOURS = tl.constexpr(8)  # in the sample: memory is read by sectors
+_DEVIATIONS = tl.constexpr(3.0)  # standard deviations on either side of a guess
 _FILL = tl.constexpr(0.9)  # share of the list's room that a guess should fill, by the sample
-SWEEP_PROGRAMS = 132 * 20  # most programs; they loop
-SECOND_PARTS = 16  # parts of a row in the second sweep, which skips most rows
-_PART = tl.constexpr(256)  # logits that `_list_block` loads at once: more need registers
-_ASIDE = tl.constexpr(0.45)  # share of the list's room on either side of a second guess
-_LENGTHS = tl.constexpr(2048)  # more than the length of a stretch, at most a block's 1024
+_LOAD_WIDTH = tl.constexpr(256)  # logits of one load in `_list_block`: more need registers
+_MARGIN = tl.constexpr(0.45)  # share of the list's room on either side of a second guess
+_LENGTH_BASE = tl.constexpr(2048)  # above the length of a stretch, which is at most 1024
 
 Weighting = namedtuple("Weighting", "maximum scale floor")
 """The weight of a logit x: 2^((x - maximum) scale) if x reaches the floor, else 0.
 
-For top-k, maximum and scale are 0 and the floor is the lowest finite float: each weighs 1.
+For top-k, maximum and scale are 0 and the floor is the lowest finite float: all weights are 1.
 """
 
 Search = namedtuple("Search", "weighting counted goal top")
@@ -80,7 +78,7 @@ Bracket = namedtuple("Bracket", "low high w_low w_high")
 
 @triton.jit
 def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
-    """Programs: any number; each takes queued rows and guesses where their thresholds lie."""
+    """Guess where the thresholds of queued rows lie, with any number of programs."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
@@ -93,7 +91,7 @@ def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
         floor = key_of(weighting.floor)
         guess = Guess(floor, floor)
         if search.counted | (search.goal < 1):  # else only min-p: its floor is the threshold
-            x = sample_of(rows, row, 0)
+            x = load_sample(rows, row, 0)
             unit = tl.maximum(rows.V / SAMPLE, 1.0)
             mass = unit * tl.sum(weight_of(x, weighting), axis=0)
             if (weighting.floor == float("-inf")) & (not search.counted):
@@ -108,13 +106,9 @@ def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
 @triton.jit
 def search_for(counted, goal, top, scale, floor):
     """The `Search` for the threshold of top-k (`counted`) or of top-p."""
-    lowest = value_of(tl.full((), LOWEST, tl.uint32))
     zero = tl.full((), 0.0, tl.float32)
-    weighting = Weighting(
-        tl.where(counted, zero, top),
-        tl.where(counted, zero, scale),
-        tl.where(counted, lowest, floor),
-    )
+    floor = tl.where(counted, value_of(tl.full((), LOWEST, tl.uint32)), floor)
+    weighting = Weighting(tl.where(counted, zero, top), tl.where(counted, zero, scale), floor)
     return Search(weighting, counted, goal, top)
 
 
@@ -149,7 +143,7 @@ def queue_row(filtered: Filtered, row, search: Search):
 
 @triton.jit
 def notes_of(filtered: Filtered, row):
-    """Where a queued row's notes are."""
+    """The address of a queued row's notes."""
     return filtered.list_x_NC + row * CAPACITY
 
 
@@ -163,7 +157,7 @@ def load_search(filtered: Filtered, row):
 
 @triton.jit
 def store_guess(filtered: Filtered, row, turn, guess: Guess):
-    """Note the guess of a row's first sweep (turn 0) or of its second (1)."""
+    """Note the guess of a row's first sweep (turn 0) or of its second sweep (turn 1)."""
     notes = notes_of(filtered, row) + 6 + 2 * turn
     tl.store(notes, value_of(guess.a))
     tl.store(notes + 1, value_of(guess.b))
@@ -178,34 +172,35 @@ def load_guess(filtered: Filtered, row, turn):
 
 @triton.jit
 def list_of(batch: Batch, row):
-    """The list of a queued row's search, in place of the maxima of its groups."""
+    """The address of the list of a queued row's search, in place of the maxima of its groups."""
     return batch.scratch.filtered.group_top_NG + row * batch.rows.NG
 
 
 @triton.jit
 def room_for_list(rows: RawRows):
-    """How many logits the list of a row may hold."""
+    """How many logits the list of a row can hold."""
     return tl.minimum(rows.NG, LIST)
 
 
 @triton.jit
-def sample_of(rows: RawRows, row, turn):
-    """SAMPLE logits in chunks spread over a row, others in each turn; -inf past its end."""
+def load_sample(rows: RawRows, row, turn):
+    """SAMPLE logits, groups of neighbours spread over a row; each turn has its own. -inf past V."""
     i = tl.arange(0, SAMPLE)
-    apart = tl.maximum(rows.V // (SAMPLE // _CHUNK), _CHUNK)
-    off = i // _CHUNK * apart + i % _CHUNK + (apart - _CHUNK) * turn // GUESSES
+    distance = tl.maximum(rows.V // (SAMPLE // _NEIGHBOURS), _NEIGHBOURS)
+    shift = (distance - _NEIGHBOURS) * turn // GUESSES
+    off = i // _NEIGHBOURS * distance + i % _NEIGHBOURS + shift
     return load_at(rows, row, off, off < rows.V)
 
 
 @triton.jit
 def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
-    """The `Guess` inside a bracket that a sample x of its row suggests.
+    """The `Guess` inside a bracket that follows from a sample x of its row.
 
     W is known at both ends of the bracket, so W(x >= t) can be estimated from either end: by the
     sample above t, or by the sample below it. The best mix weighs them by their variances, so that
     a few heavy logits, sampled or not, do not blur a threshold far below them.
 
-    unit: how many logits of the row a sampled logit represents. room: the list's room.
+    unit: how many logits of the row a sampled logit represents. room: that of the list.
     """
     low, high = bracket.low, bracket.high
     a, b = low, high
@@ -213,7 +208,7 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
     weight = tl.where((key >= low) & (key < high), weight_of(x, weighting), 0.0)
     sampled = tl.sum(weight, axis=0)
     if sampled > 0:
-        ones = tl.where(weight > 0, 1.0, 0.0)  # 1 for each sampled logit that weighs anything
+        ones = tl.where(weight > 0, 1.0, 0.0)
         first = tl.min(tl.where(weight > 0, key, high), axis=0)
         last = tl.max(tl.where(weight > 0, key, low), axis=0) + 1
         step = tl.maximum((last - first) >> 18, 1)
@@ -222,31 +217,31 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
         above = tl.sum(tl.where(key >= t, weight * weight, 0.0), axis=0)
         below = tl.sum(weight * weight, axis=0) - above
         both = tl.maximum(above + below, 1e-37)
-        wanted = (need - bracket.w_high) / unit + above / both * (sampled - mass / unit)
-        t = bisect(key, weight, first, last, wanted, step)
+        sampled_need = (need - bracket.w_high) / unit + above / both * (sampled - mass / unit)
+        t = bisect(key, weight, first, last, sampled_need, step)
         t = tl.min(tl.where((weight > 0) & (key >= t), key, last), axis=0)
-        near = tl.maximum(weight_of(value_of(t), weighting), 1e-18)
+        weight_at_t = tl.maximum(weight_of(value_of(t), weighting), 1e-18)
         ties = tl.sum(tl.where(key == t, ones, 0.0), axis=0)
         count = tl.sum(tl.where(key > t, ones, 0.0), axis=0)
-        aside = tl.sqrt(above * tl.maximum(below, 0.0) / both / (near * near) + 1) * _SPREAD
-        largest_aside = (room * _FILL / unit - ties) / 2
-        aside = tl.minimum(aside, largest_aside)
-        if largest_aside < 0:
+        # The margin is a number of sampled logits on either side of t.
+        variance = above * tl.maximum(below, 0.0) / both / (weight_at_t * weight_at_t)
+        margin = tl.sqrt(variance + 1) * _DEVIATIONS
+        largest_margin = (room * _FILL / unit - ties) / 2
+        margin = tl.minimum(margin, largest_margin)
+        if largest_margin < 0:
             a, b = t, t + 1
         else:
-            if count + ties + aside < tl.sum(ones, axis=0):
-                a = bisect(key, ones, first, last, count + ties + aside, step)
-            if count - aside >= 1:
-                b = tl.minimum(bisect(key, ones, first, last, count - aside, step) + step, high)
+            if count + ties + margin < tl.sum(ones, axis=0):
+                a = bisect(key, ones, first, last, count + ties + margin, step)
+            if count - margin >= 1:
+                b = tl.minimum(bisect(key, ones, first, last, count - margin, step) + step, high)
     return Guess(a, b)
 
 
 @triton.jit
 def bisect(key, weight, low, high, need, step):
     """The largest t in [low, high) such that the weight of keys >= t reaches `need`; low if none.
-
-    The result may be up to step - 1 less than t: a step of 1 is exact.
-    """
+    The result can be up to step - 1 less than t: a step of 1 is exact."""
     while high - low > step:
         middle = low + ((high - low) >> 1)
         if tl.sum(tl.where(key >= middle, weight, tl.zeros_like(weight)), axis=0) >= need:
@@ -262,11 +257,9 @@ Swept = namedtuple("Swept", "whole from_a from_b listed")
 
 @triton.jit
 def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr):
-    """Sweep queued rows. Programs: any number; each takes parts of rows until none is left.
-
+    """Sweep the parts of queued rows, with any number of programs.
     parts: number of parts of a row; part n takes blocks n, n + parts, ... TURN: 0 sweeps all queued
-    rows, 1 those in which the first sweep missed the threshold.
-    """
+    rows, 1 those in which the first sweep missed the threshold."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
@@ -280,46 +273,44 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
             end = tl.where(missed, rows.NB, 0)
             if item % parts == 0:  # for `wide.py`, which might round it differently
                 store_guess(filtered, row, 1, guess)
-                tl.store(notes_of(filtered, row) + MISSED, missed.to(tl.float32))
+                tl.store(notes_of(filtered, row) + MISSED_NOTE, missed.to(tl.float32))
         for j in range(item % parts, end, parts):
             _sweep_block(batch, row, j, guess, TURN)
 
 
 @triton.jit
 def _second_guess(filtered: Filtered, row, first: Guess, room):
-    """(`missed`: whether a second sweep is due, its guess).
-
-    It is due if W(x >= b) < need <= W(x >= a) does not hold or the list overflowed, but only if
+    """(`missed`: whether the row needs a second sweep, the guess of that sweep).
+    It does if W(x >= b) < need <= W(x >= a) does not hold or the list overflowed, but only if
     logits were listed. Their number says how dense logits are near the first keys. This tells how
-    many keys away the threshold is or, if the list overflowed, where it is between the keys.
-    """
+    many keys away the threshold is or, if the list overflowed, where it is between the keys."""
     a, b = first.a, first.b
     search, swept = load_search(filtered, row), load_sweep(filtered, row, 0)
     weighting, need = search.weighting, needed(search, swept.whole)
     too_high, too_low = swept.from_a < need, swept.from_b >= need
     missed = (swept.listed > 0) & (b > a + 1) & (too_high | too_low | (swept.listed > room))
     lowest, end = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
-    apart = (b - a).to(tl.float32) / tl.maximum(swept.listed, 1)  # keys between listed logits
-    aside = room * _ASIDE * apart  # keys on either side of where the threshold should be
+    spacing = (b - a).to(tl.float32) / tl.maximum(swept.listed, 1)  # keys between listed logits
+    margin = room * _MARGIN * spacing  # keys on either side of where the threshold should be
     if too_high:
-        gap = (need - swept.from_a) / tl.maximum(weight_of(value_of(a), weighting), 1e-30) * apart
-        b = a - _at_most(gap - aside, a - lowest)
-        a = b - _at_most(2 * aside, b - lowest)
+        gap = (need - swept.from_a) / tl.maximum(weight_of(value_of(a), weighting), 1e-30) * spacing
+        b = a - _num_keys(gap - margin, a - lowest)
+        a = b - _num_keys(2 * margin, b - lowest)
     elif too_low:
-        gap = (swept.from_b - need) / tl.maximum(weight_of(value_of(b), weighting), 1e-30) * apart
-        a = b + _at_most(gap - aside, end - b)
-        b = a + _at_most(2 * aside, end - a)
+        gap = (swept.from_b - need) / tl.maximum(weight_of(value_of(b), weighting), 1e-30) * spacing
+        a = b + _num_keys(gap - margin, end - b)
+        b = a + _num_keys(2 * margin, end - a)
     else:
         share = (need - swept.from_b) / (swept.from_a - swept.from_b)
-        middle = b - _at_most(share * (b - a).to(tl.float32), b - a)
-        a, b = middle - _at_most(aside, middle - a), middle + _at_most(aside, b - middle)
+        middle = b - _num_keys(share * (b - a).to(tl.float32), b - a)
+        a, b = middle - _num_keys(margin, middle - a), middle + _num_keys(margin, b - middle)
     return missed, Guess(a, b)
 
 
 @triton.jit
-def _at_most(keys, most):
-    """A float number of keys as an integer in 0..most."""
-    return tl.minimum(tl.clamp(keys, 0.0, 2e9).to(tl.uint32), most)
+def _num_keys(keys, limit):
+    """A float number of keys as an integer in 0..limit."""
+    return tl.minimum(tl.clamp(keys, 0.0, 2e9).to(tl.uint32), limit)
 
 
 @triton.jit
@@ -332,24 +323,24 @@ def _sweep_block(batch: Batch, row, j, guess: Guess, TURN: tl.constexpr):
     whole = tl.sum(weight, axis=0)
     from_a = tl.sum(tl.where(x >= lowest, weight, 0.0), axis=0)
     from_b = tl.sum(tl.where(x >= highest, weight, 0.0), axis=0)
-    tl.store(above_NJ(scratch) + row * rows.NB + j, from_b)
+    tl.store(scratch.mass_NJ + row * rows.NB + j, from_b)
     i = tl.arange(0, 4)
     added = (tl.where(i == 0, whole, tl.where(i == 1, from_a, from_b)) * FIXED).to(tl.int64)
     sums = _sums(filtered, row, TURN)
     tl.atomic_add(sums + i, added, mask=i < 3, sem="relaxed")
-    number = tl.sum(((x >= lowest) & (x < highest)).to(tl.int32), axis=0)
-    start, room = zero_like(number), room_for_list(rows)
-    if number > 0:
-        start = tl.atomic_add(sums + 3, number.to(tl.int64), sem="relaxed").to(tl.int32)
+    length = tl.sum(((x >= lowest) & (x < highest)).to(tl.int32), axis=0)
+    start, room = zero_like(length), room_for_list(rows)
+    if length > 0:
+        start = tl.atomic_add(sums + 3, length.to(tl.int64), sem="relaxed").to(tl.int32)
         _list_block(rows, row, j * BLOCK, lowest, highest, list_of(batch, row), start, room)
-    tl.store(stretch_NJ(scratch) + row * rows.NB + j, packed(start, number, room))
+    tl.store(scratch.best_NJ + row * rows.NB + j, pack_stretch(start, length, room))
 
 
 @triton.jit
 def _list_block(rows: RawRows, row, first, lowest, highest, list_, start, room):
     """Write a block's logits in [lowest, highest) to the list from `start` on, by rising id."""
-    for part in range(first, first + BLOCK, _PART):
-        x = load_span(rows, row, part, _PART, "evict_first")
+    for begin in range(first, first + BLOCK, _LOAD_WIDTH):
+        x = load_span(rows, row, begin, _LOAD_WIDTH, "evict_first")
         listed = ((x >= lowest) & (x < highest)).to(tl.int32)
         rank = start + tl.cumsum(listed, axis=0) - 1
         tl.store(list_ + rank, x, mask=(listed > 0) & (rank < room))
@@ -357,37 +348,28 @@ def _list_block(rows: RawRows, row, first, lowest, highest, list_, start, room):
 
 
 @triton.jit
-def packed(start, number, room):
+def pack_stretch(start, length, room):
     """A block's stretch of the list in one float32, exact as all integers up to 2^24."""
-    return (tl.minimum(start, room) * _LENGTHS + number).to(tl.float32)
+    return (tl.minimum(start, room) * _LENGTH_BASE + length).to(tl.float32)
 
 
 @triton.jit
-def unpacked(stretch):
-    """(start, number) of a block's listed logits."""
+def unpack_stretch(stretch):
+    """(start, length) of a block's stretch of the list."""
     both = stretch.to(tl.int32)
-    return both // _LENGTHS, both % _LENGTHS
+    return both // _LENGTH_BASE, both % _LENGTH_BASE
 
 
 @triton.jit
 def _sums(filtered: Filtered, row, turn):
-    """Where the four sums of a sweep are: turn 0 or 1."""
     return (filtered.list_id_NC + row * CAPACITY).to(tl.pointer_type(tl.int64)) + 4 * turn
 
 
 @triton.jit
 def load_sweep(filtered: Filtered, row, turn):
-    """The `Swept` of a sweep: turn 0 or 1."""
+    """The `Swept` of a row's first sweep (turn 0) or second sweep (turn 1)."""
     sums = _sums(filtered, row, turn)
-    return Swept(
-        tl.load(sums, cache_modifier=".cg").to(tl.float32) / FIXED,
-        tl.load(sums + 1, cache_modifier=".cg").to(tl.float32) / FIXED,
-        tl.load(sums + 2, cache_modifier=".cg").to(tl.float32) / FIXED,
-        tl.load(sums + 3, cache_modifier=".cg").to(tl.int32),
-    )
-
-
-@triton.jit
-def sweeps_of(filtered: Filtered, row):
-    """How many sweeps a queued row had: 2 if the first one missed, else 1."""
-    return 1 + tl.load(notes_of(filtered, row) + MISSED).to(tl.int32)
+    whole = tl.load(sums, cache_modifier=".cg").to(tl.float32) / FIXED
+    from_a = tl.load(sums + 1, cache_modifier=".cg").to(tl.float32) / FIXED
+    from_b = tl.load(sums + 2, cache_modifier=".cg").to(tl.float32) / FIXED
+    return Swept(whole, from_a, from_b, tl.load(sums + 3, cache_modifier=".cg").to(tl.int32))

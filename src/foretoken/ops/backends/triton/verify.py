@@ -1,16 +1,15 @@
-"""Verification: the op, the pass over p and q together, and the draws that `decide.py` leaves.
+"""The op `verify`: its launches, the residual pass over p and q, and the draws that follow it.
 
 In `residual_kernel` many programs sum a request's residual, each over some blocks of a row, and
-count themselves. The last one to arrive applies the block rule, if it is due, and draws the token:
-that saves a fourth launch. If a request has nothing to sum, its first program draws.
+count themselves. The last one to arrive applies the block rule, if that is pending, and draws the
+token: that saves a fourth launch. If a request has nothing to sum, its first program draws.
 
 If there are few requests, `settle_kernel` replaces both `decide_kernel` and `residual_kernel`. Each
 of its programs makes the request's decision by itself and draws the best token of one block; the
 last one to arrive takes the best of these. That saves a launch, and the draw at the end. With many
-requests, deciding so often is wasted work (decision 010). BLOCK is left out: it needs the masses of
-all rows first. All programs of a request must reach the same decision, though some are ahead. So
-until all have arrived, a program changes nothing that decisions read: what it stores to
-`Scratch.lse_N` is the value that was there before.
+requests, deciding so often is wasted work (decision 010). It has no BLOCK, which needs the masses
+of all rows first. All programs of a request must reach the same decision: until all have arrived, a
+program changes nothing that decisions read (it stores to `Scratch.lse_N` what was there before).
 """
 
 from __future__ import annotations
@@ -22,12 +21,14 @@ import triton.language as tl
 from foretoken.ops.backends.triton import launch, rules
 
 from foretoken.ops.backends.triton.decide import (  # isort: skip
-    ALL_ROWS, DONE, DRAW, FLOATS, HEAD, INTEGERS, ONE_ROW, Request, RequestAgenda, accept_uniforms,
-    agenda_of, all_finite, decide_kernel, decision, draw_at_once, is_finite, load_line, load_masses,
-    log2_of, read_request, shifted, store_accepted, store_token, value_at,
+    ALL_ROWS, DONE, DRAW, FLOATS, HEADER, INTEGERS, ONE_ROW, Request, RequestAgenda,
+    accept_uniforms, agenda_of, all_finite, decide_kernel, decide_request, draw_next_token,
+    is_finite, load_line, load_masses, log2_of, read_request, shifted, store_accepted, store_token,
+    value_at,
 )  # fmt: skip
 from foretoken.ops.backends.triton.draw import (  # isort: skip
-    FROM_P, Softmax, Target, block_masses, draw_verified, in_mode, load_list, q_offset, weigh,
+    FROM_P, Softmax, Source, block_masses, draw_verified, load_list, log2_weights, q_offset,
+    with_mode,
 )  # fmt: skip
 from foretoken.ops.backends.triton.noise import (  # isort: skip
     RESIDUAL_TOKEN, Address, argmax_with, block_address, gumbel_at, gumbel_span, noise_span,
@@ -35,62 +36,61 @@ from foretoken.ops.backends.triton.noise import (  # isort: skip
 from foretoken.ops.backends.triton.records import Agenda, Batch, Candidates, Drafts
 
 from foretoken.ops.backends.triton.rows import (  # isort: skip
-    BLOCK, REQUESTS_AT_ONCE, Settings, load_span, log2_sum, read_settings, wait_for_writes,
+    BLOCK, REQUEST_CHUNK, Settings, load_span, log2_sum, read_settings, wait_for_writes,
 )  # fmt: skip
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.types import Rule, Stream, Verdict, VerifyBatch
 
-FEW = tl.constexpr(4)  # most requests of `settle_kernel`, a power of 2
+FEW = tl.constexpr(4)  # `settle_kernel` takes up to so many requests; a power of 2
 
 
 @triton.jit
-def residual_kernel(
-    batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agenda, parts, lines, KP: tl.constexpr,
-    NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agenda, parts, lines,
+                    KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr,
+                    OVERLAP: tl.constexpr):  # fmt: skip
     """Programs: (request, line of its agenda, PER blocks of that line's row).
 
-    DRAW: the first program draws at once. ONE_ROW: the programs of line 0 sum its row; the last one
-    to arrive draws. ALL_ROWS: line i is row i of the request. Of the programs that sum rows 1..K-1
+    DRAW: the first program draws. ONE_ROW: the programs of line 0 sum its row; the last one to
+    arrive draws. ALL_ROWS: line i is row i of the request. Of the programs that sum rows 1..K-1
     the last one to arrive applies the block rule. If the rule accepts a draft, row 0 is not needed,
     and the same program draws. If it accepts none, the last one to arrive at row 0 draws: a program
     that sums row 0, or the one that applied the rule.
 
-    parts: programs per row. lines: how many lines of an agenda have programs.
+    Requests come in reverse: the L2 cache probably still has the rows that the scan read last. Row
+    0 of all requests runs last: under BLOCK its mass is unused once a draft has been accepted.
 
-    Requests come in reverse: the rows that the scan read last may still be in the L2 cache. Row 0
-    of all requests runs last: under BLOCK its mass is unused once a draft has been accepted.
+    parts: programs per row. lines: how many lines of an agenda have programs.
     """
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     part, item = pid % parts, pid // parts
     requests = tl.num_programs(0) // (parts * lines)
-    number, b = item // requests, item % requests
+    line_index, b = item // requests, item % requests
     settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), batch.rows.V)
     wait_for_writes(OVERLAP)
     agenda_b = agenda_of(agenda, b, drafts.K)
     pending = tl.load(agenda_b.pending, cache_modifier=".cg")
-    line = load_line(agenda_b, number, True)
+    line = load_line(agenda_b, line_index, True)
     accepted = tl.load(outcome.n_accept_B + b).to(tl.int32)
     # To sum one row, the programs of line 0 suffice; only to draw, one program does.
-    idle = (pending == DONE) | ((pending != ALL_ROWS) & (number > 0))
+    idle = (pending == DONE) | ((pending != ALL_ROWS) & (line_index > 0))
     if idle | ((pending == DRAW) & (part > 0)):
         return
     i = tl.arange(0, KP)
     # `expected` programs count themselves in `arrived`; the last of them continues.
-    arrived, expected, others = agenda_b.arrived, tl.full((), 0, tl.int32) + parts, 0
+    arrived, expected, later_rows = agenda_b.arrived, tl.full((), 0, tl.int32) + parts, 0
     if pending == ALL_ROWS:
-        summed = (load_line(agenda_b, i, i < lines).row >= 0).to(tl.int32)
-        others = tl.sum(tl.where(i > 0, summed, 0), axis=0)  # rows to be summed, except row 0
-        if (line.row < 0) & ((tl.sum(summed, axis=0) > 0) | (part + number > 0)):
-            return  # in a request without rows to be summed, the first program continues
-        expected = others * parts
-        if number == 0:  # the program that applies the rule arrives here, too
-            arrived, expected = agenda_b.arrived_first, parts + tl.minimum(others, 1)
+        to_sum = (load_line(agenda_b, i, i < lines).row >= 0).to(tl.int32)
+        later_rows = tl.sum(tl.where(i > 0, to_sum, 0), axis=0)  # rows to sum, except row 0
+        if (line.row < 0) & ((tl.sum(to_sum, axis=0) > 0) | (part + line_index > 0)):
+            return  # in a request without rows to sum, the first program continues
+        expected = later_rows * parts
+        if line_index == 0:  # the program that applies the rule arrives here, too
+            arrived, expected = agenda_b.arrived_first, parts + tl.minimum(later_rows, 1)
     if (line.row >= 0) & (pending != DRAW):
         address = Address(settings.key, line.position, 0, RESIDUAL_TOKEN)
-        mass, best, _ = weigh_blocks(batch, line.row, part, settings, line.p, line.target, address,
-                                     PER, FP64)  # fmt: skip
+        mass, best, _ = measure_residual(batch, line.row, part, settings, line.p, line.source,
+                                         address, PER, FP64)  # fmt: skip
         j = part * PER + tl.arange(0, PER)
         place = line.row * batch.rows.NB + j
         tl.store(batch.scratch.mass_NJ + place, mass, mask=j < batch.rows.NB)
@@ -101,16 +101,16 @@ def residual_kernel(
         if tl.atomic_add(arrived, 1, sem="acq_rel") != expected - 1:
             return
     # If DRAW or ONE_ROW is pending, all rows that decided are finite.
-    row, position, target, finite = line.row, line.position, line.target, True
+    row, position, source, finite = line.row, line.position, line.source, True
     if pending == ALL_ROWS:
-        request = read_request(batch, b, True, REQUESTS_AT_ONCE)
+        request = read_request(batch, b, True, REQUEST_CHUNK)
         accepted = tl.full((), 0, tl.int32)
-        if (number > 0) | (others == 0):
+        if (line_index > 0) | (later_rows == 0):
             accepted = _block_rule(batch, drafts, agenda_b, request, b, KP, NBP, FP64)
             lse = tl.load(batch.scratch.lse_N + request.first + i, mask=i <= accepted, other=0.0)
             finite = all_finite(lse, accepted)
             store_accepted(outcome, drafts, b, accepted, finite, KP)
-            if (accepted == 0) & (others > 0) & (load_line(agenda_b, 0, True).row >= 0):
+            if (accepted == 0) & (later_rows > 0) & (load_line(agenda_b, 0, True).row >= 0):
                 tl.debug_barrier()
                 if tl.atomic_add(agenda_b.arrived_first, 1, sem="acq_rel") != parts:
                     return  # row 0 is still being summed; its last program will draw
@@ -118,29 +118,28 @@ def residual_kernel(
         else:  # the rule was applied by another program, and accepted nothing
             finite = tl.load(outcome.finite_B + b) != 0
         next_line = load_line(agenda_b, tl.minimum(accepted, drafts.K - 1), True)
-        mode = tl.where(accepted < request.num, next_line.target.mode, FROM_P)
-        target = in_mode(next_line.target, mode)
+        mode = tl.where(accepted < request.num, next_line.source.mode, FROM_P)
+        source = with_mode(next_line.source, mode)
         row, position = request.first + accepted, request.position + accepted
-    drawn_token = draw_verified(batch, row, settings, target, position, NBP, FP64)
+    drawn_token = draw_verified(batch, row, settings, source, position, NBP, FP64)
     store_token(outcome, drafts, b, accepted, drawn_token, finite)
 
 
 @triton.jit
-def weigh_blocks(batch: Batch, row, part, settings: Settings, p: Softmax, target: Target,
-                 address: Address, PER: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
+def measure_residual(batch: Batch, row, part, settings: Settings, p: Softmax, source: Source,
+                     address: Address, PER: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
     """(log2 masses, best scores, logits) of PER blocks of a row's residual, from part * PER on.
-
-    Best scores are those under flat noise; without flat noise ignore them.
-    """
+    Without flat noise the best scores mean nothing."""
     width: tl.constexpr = PER * BLOCK
     start = part * width
     off = start + tl.arange(0, width)
     x = load_span(batch.rows, row, start, width, "evict_first")
-    mass = block_masses(x, off, p, target, batch.q, PER)
+    mass = block_masses(x, off, p, source, batch.q, PER)
     best = mass
     if batch.scratch.filtered is not None:
         if settings.flat:
-            score = weigh(x, off, p, target, batch.q) + gumbel_span(address, start, width, FP64)
+            score = log2_weights(x, off, p, source, batch.q)
+            score = score + gumbel_span(address, start, width, FP64)
             best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
     return mass, best, x
 
@@ -151,8 +150,8 @@ def _block_rule(batch: Batch, drafts: Drafts, agenda_b: RequestAgenda, request: 
     """How many drafts BLOCK accepts, from the residual masses of all rows that have a q."""
     i, scratch, num = tl.arange(0, KP), batch.scratch, request.num
     lines = load_line(agenda_b, i, i < num)
-    log_w = lines.target.log_w
-    mass = tl.exp2(log_w) * (1 - tl.exp2(lines.log_p))  # of a one-hot q: w (1 - p(x_i))
+    log_w = lines.source.log_w
+    mass = tl.exp2(log_w) * (1 - tl.exp2(lines.log_p))  # for a one-hot q: w (1 - p(x_i))
     if batch.q is not None:
         if tl.load(drafts.real_q_B + b) != 0:
             block_mass = load_masses(batch, request.first + i, i < num, NBP)
@@ -164,82 +163,78 @@ def _block_rule(batch: Batch, drafts: Drafts, agenda_b: RequestAgenda, request: 
                     if count >= 0:
                         line = load_line(agenda_b, k, True)
                         x, id_ = load_list(scratch.filtered, row, count)
-                        weight = weigh(x, id_, line.p, line.target, batch.q)
+                        weight = log2_weights(x, id_, line.p, line.source, batch.q)
                         mass = tl.where(i == k, tl.exp2(log2_sum(weight)), mass)
     mass = tl.where((i < num) & is_finite(lines.p.lse), mass, 0.0)
     has_q = (i < num) & (lines.log_q > float("-inf"))
-    ends = shifted(has_q.to(tl.float32), 1) == 0
+    is_last = shifted(has_q.to(tl.float32), 1) == 0
     log_u = log2_of(accept_uniforms(request, i, FP64), FP64)
     mass_next = shifted(mass, 1)
-    return rules.block(lines.log_next, mass_next, ends, lines.log_q, log_u, i, num)
+    return rules.block(lines.log_next, mass_next, is_last, lines.log_q, log_u, i, num)
 
 
 @triton.jit
-def settle_kernel(
-    batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Candidates, KP: tl.constexpr,
-    NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Programs: (request, block of the row to be drawn from). No slot may be under BLOCK.
-
+def settle_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Candidates,
+                  KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
+                  OVERLAP: tl.constexpr):  # fmt: skip
+    """Programs: (request, block of the row to be drawn from). No slot can be under BLOCK.
     ONE_ROW: every program draws from its block of the residual; the last to arrive takes the best
-    of these tokens. In all other cases only the first program draws; the others do nothing.
-    """
+    of these tokens. In all other cases the first program draws, and no other does anything."""
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     NB = batch.rows.NB
     b, block = tl.program_id(0) // NB, tl.program_id(0) % NB
-    decided = decision(batch, drafts, None, b, RAGGED=True, UNDER_BLOCK=False, LATER=True,
-                       AT_ONCE=FEW, KP=KP, NBP=NBP, FP64=FP64, OVERLAP=OVERLAP)  # fmt: skip
-    request, drafted, accepted = decided.request, decided.drafted, decided.accepted
-    pending, settings = decided.pending, request.settings
+    decision = decide_request(batch, drafts, None, b, RAGGED=True, UNDER_BLOCK=False,
+                              RESIDUALS=True, CHUNK=FEW, KP=KP, NBP=NBP, FP64=FP64,
+                              OVERLAP=OVERLAP)  # fmt: skip
+    request, drafted, p, accepted, pending, mode, draws_decide = decision
+    settings, finite = request.settings, all_finite(p.lse, accepted)
     row, position = request.first + accepted, request.position + accepted
-    p = Softmax(
-        value_at(decided.p.threshold, accepted), settings.scale,
-        value_at(decided.p.lse, accepted),
+    p = Softmax(value_at(p.threshold, accepted), settings.scale, value_at(p.lse, accepted))
+    source = Source(
+        mode, value_at(drafted.token, accepted), q_offset(batch.q, settings.slot, accepted),
+        value_at(drafted.q_threshold, accepted), value_at(drafted.q_lse, accepted), 0.0,
     )  # fmt: skip
-    target = Target(
-        decided.mode, value_at(drafted.token, accepted),
-        q_offset(batch.q, settings.slot, accepted), value_at(drafted.q_threshold, accepted),
-        value_at(drafted.q_lse, accepted), 0.0,
-    )  # fmt: skip
-    finite = all_finite(decided.p.lse, accepted)
     if block == 0:
-        if not decided.by_own_draw:
+        if not draws_decide:
             store_accepted(outcome, drafts, b, accepted, finite, KP)
     drawn_token = tl.full((), -1, tl.int64)
     undrawn = (pending == ONE_ROW) | (pending == DRAW)
     if pending == ONE_ROW:
         address = Address(settings.key, position, 0, RESIDUAL_TOKEN)
-        of_b = candidates.score_token_BJ2 + b.to(tl.int64) * NB * 2
-        _store_candidate(batch, row, block, settings, p, target, address, of_b + 2 * block, FP64)
+        score_p = candidates.score_token_BJ2 + b.to(tl.int64) * NB * 2
+        _store_candidate(batch, row, block, settings, p, source, address, score_p + 2 * block, FP64)
         tl.debug_barrier()
         if tl.atomic_add(candidates.arrived_B + b, 1, sem="acq_rel") != NB - 1:
             return
-        drawn_token, undrawn = _best_candidate(of_b, NB, NBP)
+        j = tl.arange(0, NBP)
+        score = tl.load(score_p + 2 * j, mask=j < NB, other=float("-inf"), cache_modifier=".cg")
+        token = tl.load(score_p + 2 * j + 1, mask=j < NB, other=0.0, cache_modifier=".cg")
+        best, token = tl.reduce((score, token), 0, _better)
+        drawn_token, undrawn = token.to(tl.int64), best == float("-inf")
         if undrawn:  # set masses to 0, so that `draw` uses p; all programs have read them by now
-            j = tl.arange(0, NBP)
             tl.store(batch.scratch.mass_NJ + row * NB + j, float("-inf"), mask=j < NB)
             tl.debug_barrier()
     else:
         if block > 0:
             return
     if undrawn:
-        drawn_token = draw_verified(batch, row, settings, target, position, NBP, FP64)
-    if decided.by_own_draw:
-        accepted, drawn_token = draw_at_once(batch, decided, NBP, FP64)
-        finite = all_finite(decided.p.lse, accepted)
+        drawn_token = draw_verified(batch, row, settings, source, position, NBP, FP64)
+    if draws_decide:
+        accepted, drawn_token = draw_next_token(batch, decision, NBP, FP64)
+        finite = all_finite(decision.p.lse, accepted)
         store_accepted(outcome, drafts, b, accepted, finite, KP)
     store_token(outcome, drafts, b, accepted, drawn_token, finite)
 
 
 @triton.jit
-def _store_candidate(batch: Batch, row, block, settings: Settings, p: Softmax, target: Target,
+def _store_candidate(batch: Batch, row, block, settings: Settings, p: Softmax, source: Source,
                      address: Address, candidate, FP64: tl.constexpr):  # fmt: skip
     """Store a block's best token of the residual, and the score with which the block competes."""
-    mass, best, x = weigh_blocks(batch, row, block, settings, p, target, address, 1, FP64)
+    mass, best, x = measure_residual(batch, row, block, settings, p, source, address, 1, FP64)
     score = mass + gumbel_at(block_address(address), block + tl.arange(0, 1), FP64)
     score = tl.where(settings.flat, best.to(tl.float64), score.to(tl.float64))
     first = block * BLOCK
-    weight = weigh(x, first + tl.arange(0, BLOCK), p, target, batch.q)
+    weight = log2_weights(x, first + tl.arange(0, BLOCK), p, source, batch.q)
     token = first + argmax_with(weight, noise_span(address, first, BLOCK, FP64), FP64)
     tl.store(candidate, tl.max(tl.where(mass > float("-inf"), score, float("-inf")), axis=0))
     tl.store(candidate + 1, token.to(tl.float64))
@@ -252,23 +247,13 @@ def _better(score, token, other_score, other_token):
     return tl.where(first, score, other_score), tl.where(first, token, other_token)
 
 
-@triton.jit
-def _best_candidate(candidates, NB, NBP: tl.constexpr):
-    """(the candidate token with the best score, whether no block has a candidate)."""
-    j = tl.arange(0, NBP)
-    score = tl.load(candidates + 2 * j, mask=j < NB, other=float("-inf"), cache_modifier=".cg")
-    token = tl.load(candidates + 2 * j + 1, mask=j < NB, other=0.0, cache_modifier=".cg")
-    best, token = tl.reduce((score, token), 0, _better)
-    return token.to(tl.int64), best == float("-inf")
-
-
 def verify(batch: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
 
-    Three launches (two for few requests), more with filters, and one more for edit entries.
-    Nothing here waits for the device.
+    Three launches (two for few requests), more with filters, and one more for edit entries. The
+    host never waits for the device.
 
-    The output is distributed exactly as the target's (Leviathan et al. 2023, appendix A.1; Sun et
+    The output has exactly the target's distribution (Leviathan et al. 2023, appendix A.1; Sun et
     al. 2024, theorem 1; Daliri et al. 2024). If a row that decided is not finite, its request gets
     the token -1.
     """
@@ -284,7 +269,7 @@ def verify(batch: VerifyBatch) -> Verdict:
     requests = launch.requests_of(block.num_B, slot_B, position_B, block.num_B)
     block_rule = Rule.BLOCK in params.rules
     residuals = max_drafts > 0 and (block.cache is not None or block_rule or params.has_filters)
-    few = residuals and num_requests <= FEW.value and not block_rule
+    settles = residuals and num_requests <= FEW.value and not block_rule
     call = launch.Call(
         logits_NV, params, requests, edits, block.cache, fp64, Stream.TARGET_TOKEN, max_drafts + 1
     )  # fmt: skip
@@ -294,7 +279,7 @@ def verify(batch: VerifyBatch) -> Verdict:
         None if rate_K is None else rate_K.contiguous(), max_drafts,
     )  # fmt: skip
     widths = (max(2, 1 << max_drafts.bit_length()), call.blocks_padded, fp64)
-    if few:
+    if settles:
         candidates = Candidates(
             torch.empty(num_requests, dtype=torch.int64, device=device),
             torch.empty(num_requests * blocks * 2, dtype=torch.float64, device=device),
@@ -304,7 +289,7 @@ def verify(batch: VerifyBatch) -> Verdict:
         return verdict
     agenda = None
     if residuals:
-        integers, floats = HEAD.value + INTEGERS.value * max_drafts, FLOATS.value * max_drafts
+        integers, floats = HEADER.value + INTEGERS.value * max_drafts, FLOATS.value * max_drafts
         agenda = Agenda(
             torch.empty(num_requests * integers, dtype=torch.int64, device=device),
             torch.empty(num_requests * floats, dtype=torch.float32, device=device),
@@ -313,9 +298,9 @@ def verify(batch: VerifyBatch) -> Verdict:
     args = (drafts, verdict, agenda)
     call.launch(decide_kernel, num_requests, *args, max_drafts > 0, block_rule, *widths)
     if residuals:
-        lines, parts = max_drafts if block_rule else 1, -(-blocks // launch.BLOCKS_AT_ONCE)
+        lines, parts = max_drafts if block_rule else 1, -(-blocks // launch.BLOCKS_PER_LOAD)
         call.launch(
             residual_kernel, num_requests * lines * parts, *args, parts, lines, *widths,
-            launch.BLOCKS_AT_ONCE, **launch.at_most_registers(96),
+            launch.BLOCKS_PER_LOAD, **launch.at_most_registers(96),
         )  # fmt: skip
     return verdict

@@ -1,20 +1,20 @@
 """Thresholds of rows that a short list cannot decide: wide nuclei, large k, many ties.
 
-A program has a row to itself. It starts from the results of one or two sweeps by `sweep.py`. If the
-threshold is between a guess's keys and the list had room for all logits there, the threshold is
-found in the list, and the listed logits that are kept complete the masses. That takes one pass for
-most rows of 151 936 normal logits, two for nearly all others. Otherwise the results bound the next
-guess, for which the program sweeps the row. A list that overflowed is the sample for this guess
-(except a list of `sweep.py`, which is in order of arrival). For a value so frequent that it would
-fill the list, the guess is only this value's key (b is the next key). After GUESSES passes the
-range of keys is halved instead, so that the search ends for every row.
+One program per row starts from the results of one or two sweeps by `sweep.py`. If the threshold is
+between a guess's keys and the list had room for all logits there, the threshold is found in the
+list, and the listed logits that are kept complete the masses. That takes one pass for most rows of
+151 936 normal logits, two for nearly all others. Otherwise the results bound the next guess, for
+which the program sweeps the row. A list that overflowed is the sample for this guess (except a list
+of `sweep.py`, which is in order of arrival). For a value so frequent that it would fill the list,
+the guess is only this value's key (b is the next key). After GUESSES passes the range of keys is
+halved instead, so that the search ends for every row.
 
-A pass by one program is a chain of latencies, so the next span is loaded while one is worked on.
-Flat noise takes a pass of its own, which writes masses and best scores as the scan does.
+A pass by one program is a chain of latencies, so the next span is loaded during work on the last.
+Flat noise needs one more pass, which writes masses and best scores as the scan does.
 
-Weights are relative to the row's maximum, and so are the masses until they are complete. A block
-with underflowing weight has no part in any draw: top-p drops it, min-p drops masses below 2^-126,
-and under flat noise the masses only say whether a row is empty.
+Weights are relative to the row's maximum. A block with underflowing weight has no part in any draw:
+top-p drops it, min-p drops masses below 2^-126, and under flat noise the masses only say whether a
+row is empty.
 """
 
 from __future__ import annotations
@@ -22,41 +22,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foretoken.ops.backends.triton.draw import token_address
 from foretoken.ops.backends.triton.filters import DENSE, UNDECIDED, min_p_floor
 from foretoken.ops.backends.triton.noise import Address, gumbel_span, log2
-from foretoken.ops.backends.triton.records import Batch, RawRows, above_NJ, row_top_N, stretch_NJ
+from foretoken.ops.backends.triton.records import Batch, RawRows
 
 from foretoken.ops.backends.triton.rows import (  # isort: skip
     BLOCK, FIXED, false_like, first_row, key_of, let_next_start, load_blocks, load_span, log2_sum,
     log2_sum_rows, read_settings, value_of, wait_for_writes, zero_like,
 )  # fmt: skip
-from foretoken.ops.backends.triton.scan import token_address
 
 from foretoken.ops.backends.triton.sweep import (  # isort: skip
-    GUESSES, LIST, LOWEST, SAMPLE, Bracket, Guess, Search, Swept, Weighting, bisect, guess_from,
-    list_of, load_guess, load_sweep, needed, packed, room_for_list, sample_of, search_for,
-    sweeps_of, unpacked, weight_of,
+    GUESSES, LIST, LOWEST, MISSED_NOTE, SAMPLE, Bracket, Guess, Search, Swept, Weighting, bisect,
+    guess_from, list_of, load_guess, load_sample, load_sweep, needed, notes_of, pack_stretch,
+    room_for_list, search_for, unpack_stretch, weight_of,
 )  # fmt: skip
 
 WARPS = 4
-REGISTERS = 168  # per thread: three programs of four warps fit a multiprocessor
+REGISTERS = 168  # per thread: a multiprocessor then holds three programs of four warps
 _LANES = tl.constexpr(32 * WARPS)
 _SPAN = tl.constexpr(2048)
 _SPAN_BLOCKS = tl.constexpr(_SPAN.value // BLOCK.value)
-_LISTED_AT_ONCE = tl.constexpr(8)
+_LISTED_CHUNK = tl.constexpr(8)  # listed logits that `_add_listed` adds to each block together
 
 
 @triton.jit(do_not_specialize=["stride"])
-def wide_kernel(
-    batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
-    DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Programs: (request, row of it); most have nothing to do. Makes UNDECIDED rows DENSE.
-
+def wide_kernel(batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr,
+                FP64: tl.constexpr, DRAFT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Programs: (request, row of it). Makes UNDECIDED rows DENSE; most rows are not UNDECIDED.
     The compiler must not know that the rows' stride is a multiple of 16. It would load four
     neighbours per thread. But logits are stored to the list one by one, so it would move ranks,
-    addresses and values of each span to another layout, through shared memory.
-    """
+    addresses and values of each span to another layout, through shared memory."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
@@ -72,9 +68,9 @@ def wide_kernel(
     if tl.load(filtered.count_N + row) != UNDECIDED:
         return
     settings = read_settings(batch.slots, tl.load(requests.slot_B + b), rows.V)
-    top = tl.load(row_top_N(batch.scratch) + row)
+    top = tl.load(batch.scratch.lse_N + row)  # the row's maximum, see `Scratch`
     threshold, room = min_p_floor(settings, top), room_for_list(rows)
-    listed = zero_like(room)  # stays 0 with only min-p; not used with top-k (flat noise)
+    listed = zero_like(room)  # 0 with only min-p; not used with top-k (flat noise)
     if settings.counted:
         goal = settings.top_k.to(tl.float32)
         search = search_for(True, goal, top, settings.scale, threshold)
@@ -87,7 +83,7 @@ def wide_kernel(
     kept = Weighting(top, settings.scale, threshold)
     if settings.flat:
         address = token_address(requests, settings, b, i, token_stream, DRAFT)
-        _score(batch, row, kept, address, FP64)
+        _write_scores(batch, row, kept, address, FP64)
     else:
         if listed > room:
             key = key_of(threshold)
@@ -101,25 +97,17 @@ def wide_kernel(
 
 
 @triton.jit
-def _span(rows: RawRows, row, first):
+def _load_span(rows: RawRows, row, first):
     """Logits first..first + _SPAN - 1; those of the row's last span if `first` is after it."""
     last = (rows.V - 1) // _SPAN * _SPAN
     return load_span(rows, row, tl.minimum(first, last), _SPAN, "evict_last")
 
 
 @triton.jit
-def _all(x):
-    """The sum of a matrix."""
-    return tl.sum(tl.sum(x, axis=0), axis=0)
-
-
-@triton.jit
 def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
     """One pass over a row; returns `Swept`.
-
-    Writes the logits between the keys to the list, block by block until it is full, and each
-    block's `stretch_NJ` and `above_NJ`.
-    """
+    Writes the logits between the guess's keys to the list, block by block until it is full, and
+    each block's stretch and W(x >= b)."""
     rows, scratch, room = batch.rows, batch.scratch, room_for_list(batch.rows)
     lowest, highest = value_of(guess.a), value_of(guess.b)
     shape: tl.constexpr = (_SPAN_BLOCKS, BLOCK // _LANES, _LANES)
@@ -128,46 +116,45 @@ def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
     from_b = tl.zeros((_SPAN_BLOCKS, _LANES), tl.float32)
     count = tl.full((), 0, tl.int32)
     list_ = list_of(batch, row)
-    tl.debug_barrier()  # the list may have been a sample
-    ahead = _span(rows, row, 0)
+    tl.debug_barrier()  # perhaps the list was the sample, and is still being read
+    next_span = _load_span(rows, row, 0)
     for first in range(0, rows.V, _SPAN):
-        span = ahead
+        span = next_span
         x = tl.reshape(span, shape)
-        ahead = _span(rows, row, first + _SPAN)
+        next_span = _load_span(rows, row, first + _SPAN)
         weight = weight_of(x, weighting)
         whole += tl.sum(weight, axis=1)
         from_a += tl.sum(tl.where(x >= lowest, weight, 0.0), axis=1)
-        sure = tl.sum(tl.where(x >= highest, weight, 0.0), axis=1)
-        from_b += sure
+        span_from_b = tl.sum(tl.where(x >= highest, weight, 0.0), axis=1)
+        from_b += span_from_b
         listed = (x >= lowest).to(tl.int32) - (x >= highest).to(tl.int32)
         per_lane = tl.sum(listed, axis=1)
         per_block = tl.sum(per_lane, axis=1)
         start = count + tl.cumsum(per_block, axis=0) - per_block
-        stretch = packed(start, per_block, room)
-        before = start[:, None] + tl.cumsum(per_lane, axis=1) - per_lane
-        rank = tl.reshape(before[:, None, :] + tl.cumsum(listed, axis=1) - 1, (_SPAN,))
+        stretch = pack_stretch(start, per_block, room)
+        lane_start = start[:, None] + tl.cumsum(per_lane, axis=1) - per_lane
+        rank = tl.reshape(lane_start[:, None, :] + tl.cumsum(listed, axis=1) - 1, (_SPAN,))
         # 1-dimensional: a 3-dimensional store would change the layout of all operands
         tl.store(list_ + rank, span, mask=(tl.reshape(listed, (_SPAN,)) > 0) & (rank < room))
         count += tl.sum(per_block, axis=0)
-        above = tl.sum(sure, axis=1)
+        above = tl.sum(span_from_b, axis=1)
         for n in tl.static_range(_SPAN_BLOCKS):
             j = first // BLOCK + n
             if j < rows.NB:
-                this = tl.arange(0, _SPAN_BLOCKS) == n
+                is_n = tl.arange(0, _SPAN_BLOCKS) == n
                 place = row * rows.NB + j
-                tl.store(above_NJ(scratch) + place, tl.sum(tl.where(this, above, 0.0), axis=0))
-                tl.store(stretch_NJ(scratch) + place, tl.sum(tl.where(this, stretch, 0.0), axis=0))
+                tl.store(scratch.mass_NJ + place, tl.sum(tl.where(is_n, above, 0.0), axis=0))
+                tl.store(scratch.best_NJ + place, tl.sum(tl.where(is_n, stretch, 0.0), axis=0))
     tl.debug_barrier()
-    return Swept(_all(whole), _all(from_a), _all(from_b), count)
+    whole, from_a, from_b = tl.sum(whole, axis=0), tl.sum(from_a, axis=0), tl.sum(from_b, axis=0)
+    return Swept(tl.sum(whole, axis=0), tl.sum(from_a, axis=0), tl.sum(from_b, axis=0), count)
 
 
 @triton.jit
 def _search(batch: Batch, row, search: Search, swept_before):
-    """(the largest t such that W(x >= t) reaches the weight needed, how many the last pass listed).
-
-    If that number exceeds the list's room, list and masses are not those of t.
-    swept_before: whether `sweep.py` made the first sweeps.
-    """
+    """(the largest t such that W(x >= t) reaches the weight needed, a number of listed logits).
+    The number is that of the last pass; if it exceeds the list's room, list and masses are not
+    those of t. swept_before: whether `sweep.py` made the first sweeps."""
     rows, filtered, room = batch.rows, batch.scratch.filtered, room_for_list(batch.rows)
     weighting, list_ = search.weighting, list_of(batch, row)
     # The threshold's key is in [low, high). w_low: W(x >= low), -1 until it is known; w_high:
@@ -180,7 +167,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
     count, passes = room + 1, zero_like(room)
     inside, width, sweeps = false_like(passes), zero_like(room), passes
     if swept_before:
-        sweeps = sweeps_of(filtered, row)
+        sweeps = 1 + tl.load(notes_of(filtered, row) + MISSED_NOTE).to(tl.int32)
     while (count > room) & (high - low > 1):
         guess = Guess(low, low + ((high - low) >> 1))
         if passes < sweeps:
@@ -193,11 +180,11 @@ def _search(batch: Batch, row, search: Search, swept_before):
                     x = tl.load(list_ + i, mask=i < room, other=float("-inf"), cache_modifier=".cg")
                     unit = width / tl.minimum(room, SAMPLE).to(tl.float32)
                 else:
-                    x = sample_of(rows, row, passes)
+                    x = load_sample(rows, row, passes)
                     if inside:
-                        hits = (x >= value_of(low)) & (x < value_of(high))
-                        hits = tl.sum(hits.to(tl.float32), axis=0)
-                        unit = width / tl.maximum(hits, 1.0)
+                        in_bracket = (x >= value_of(low)) & (x < value_of(high))
+                        sampled = tl.sum(in_bracket.to(tl.float32), axis=0)
+                        unit = width / tl.maximum(sampled, 1.0)
                 if w_low < 0:
                     w_low = unit * tl.sum(weight_of(x, weighting), axis=0)
                     mass = w_low
@@ -224,8 +211,8 @@ def _search(batch: Batch, row, search: Search, swept_before):
         x = tl.load(list_ + i, mask=i < count, other=float("-inf"), cache_modifier=".cg")
         weight = tl.where(i < count, weight_of(x, weighting), 0.0)
         weight = (weight * FIXED).to(tl.int64)  # the sum is exact in any order
-        left = tl.maximum(((need - w_high) * FIXED).to(tl.int64), 1)
-        low = bisect(key_of(x), weight, low, high, left, 1)
+        need_listed = tl.maximum(((need - w_high) * FIXED).to(tl.int64), 1)
+        low = bisect(key_of(x), weight, low, high, need_listed, 1)
     return value_of(low), count
 
 
@@ -233,13 +220,13 @@ def _search(batch: Batch, row, search: Search, swept_before):
 def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
     """Write log2 masses: the weights above a sweep's keys, and the listed logits that are kept."""
     NB, scratch, j = batch.rows.NB, batch.scratch, tl.arange(0, NBP)
-    mass = tl.load(above_NJ(scratch) + row * NB + j, mask=j < NB, other=0.0)
-    stretch = tl.load(stretch_NJ(scratch) + row * NB + j, mask=j < NB, other=0.0)
-    start, number = unpacked(stretch)
+    mass = tl.load(scratch.mass_NJ + row * NB + j, mask=j < NB, other=0.0)
+    stretch = tl.load(scratch.best_NJ + row * NB + j, mask=j < NB, other=0.0)
+    start, length = unpack_stretch(stretch)
     list_ = list_of(batch, row)
-    for c in range(0, tl.max(number, axis=0), _LISTED_AT_ONCE):
-        i = (c + tl.arange(0, _LISTED_AT_ONCE))[None, :]
-        mask = i < number[:, None]
+    for c in range(0, tl.max(length, axis=0), _LISTED_CHUNK):
+        i = (c + tl.arange(0, _LISTED_CHUNK))[None, :]
+        mask = i < length[:, None]
         place = list_ + start[:, None] + i
         x = tl.load(place, mask=mask, other=float("-inf"), cache_modifier=".cg")
         mass += tl.sum(weight_of(x, weighting), axis=1)
@@ -248,13 +235,13 @@ def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
 
 
 @triton.jit
-def _score(batch: Batch, row, weighting: Weighting, address: Address, FP64: tl.constexpr):
-    """Write masses, and best scores under flat noise, of the logits that are kept: a pass more."""
+def _write_scores(batch: Batch, row, weighting: Weighting, address: Address, FP64: tl.constexpr):
+    """Write masses, and best scores under flat noise, of the logits that are kept."""
     rows, scratch = batch.rows, batch.scratch
-    ahead = _span(rows, row, 0)
+    next_span = _load_span(rows, row, 0)
     for first in range(0, rows.V, _SPAN):
-        x = ahead
-        ahead = _span(rows, row, first + _SPAN)
+        x = next_span
+        next_span = _load_span(rows, row, first + _SPAN)
         weight = tl.where(x >= weighting.floor, x * weighting.scale, float("-inf"))
         j = first // BLOCK + tl.arange(0, _SPAN_BLOCKS)
         mass = log2_sum_rows(tl.reshape(weight, (_SPAN_BLOCKS, BLOCK)))

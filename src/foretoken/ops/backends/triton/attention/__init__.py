@@ -1,8 +1,4 @@
-"""Paged attention: the op of the contract, and the same fused with what comes before it.
-
-Reading order: `records` (what kernels are given), `plan` (which pieces of contexts there are),
-`rows` (queries, keys and values of new tokens, scores), `kernels` (few queries over a long context,
-and many queries), `attend` (the host side).
+"""Paged attention, alone or fused with the norms, rotary embedding and K/V write before it.
 
 Shape suffixes: T packed tokens, H query heads, D head size, B requests, P positions, R rotated
 dimensions of a head, W a row of q, k and v, C = H * D_v.

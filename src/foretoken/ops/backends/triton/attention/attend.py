@@ -1,7 +1,4 @@
-"""Host side of paged attention: which kernels, in which configuration, on which plan.
-
-Letters of shapes: see `__init__.py`.
-"""
+"""Host side of paged attention: makes the plan of a batch, and launches the kernels on it."""
 
 from __future__ import annotations
 
@@ -17,12 +14,9 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.ops.backends.torch.attention import attention as torch_attention
-from foretoken.ops.backends.triton.attention import configs, records
+from foretoken.ops.backends.triton.attention import configs, kernels, records
 from foretoken.ops.backends.triton.attention.configs import Decoding, Prefilling
 
-from foretoken.ops.backends.triton.attention.kernels import (  # isort: skip
-    decode_kernel, merge_kernel, prefill_kernel,
-)  # fmt: skip
 from foretoken.ops.backends.triton.attention.plan import (  # isort: skip
     FEW, FIELDS, MERGE_FIELDS, most_pieces, plan_kernel,
 )  # fmt: skip
@@ -33,17 +27,15 @@ from foretoken.ops.backends.triton.launch import at_most_registers, check_device
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 MOST_NEW: int = FEW.value  # new tokens of a request that `attend_new` takes
-_MERGES = 8  # programs of a merge per multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Work on the device, and what the host knows of it.
+    """The work of a batch on the device, and the upper bounds of it that the host knows.
 
-    tile: the tile of `decode_kernel`
-    prefill: None if no request has many queries
-    new: most new tokens of a request with few queries, rounded up to a power of 2
-    items, tiles, merges: most items, tiles of `prefill_kernel`, and rows to be merged
+    prefill:    None if no request has many queries
+    new_tokens: of a request with few queries; a power of 2
+    items, tiles, merge_rows: of `decode_kernel`, of `prefill_kernel`, of `merge_kernel`
     """
 
     work: records.Work
@@ -51,10 +43,10 @@ class _Plan:
     decode: Decoding
     tile: records.Tile
     prefill: Prefilling | None
-    new: int
+    new_tokens: int
     items: int
     tiles: int
-    merges: int
+    merge_rows: int
 
 
 _plans: WeakKeyDictionary[AttentionBatch, dict[Any, _Plan]] = WeakKeyDictionary()
@@ -69,10 +61,9 @@ def attention(
 ) -> Tensor:
     """See `Backend.attention`: causal attention of ragged queries over paged K/V, [T, H, D_v].
 
-    Queries may be strided, with unit stride along D. Rows that belong to no request are not
-    written. The plan of a batch is made on the device by the first call and kept for later ones:
-    under graph capture the batch must be an object made inside the capture. Heads wider than 256
-    are left to `torch`, which reads the batch on the host.
+    Rows that belong to no request are not written. The first call makes the plan of a batch on the
+    device and keeps it for later calls: under graph capture the batch must be an object made inside
+    the capture. Heads wider than 256 are computed by `torch`, which reads the batch on the host.
     """
     check_device(query_THD, "query_THD")
     if max(query_THD.shape[2], value_cache.shape[3]) > configs.LARGEST_HEAD:
@@ -91,7 +82,7 @@ def attention(
     if plan.prefill is not None:
         rows_of_tile, keys, stages, warps = plan.prefill
         launch(
-            prefill_kernel, (plan.tiles * shape.H_KV,),
+            kernels.prefill_kernel, (plan.tiles * shape.H_KV,),
             rows, caches, plan.work, scores, out_THD, SHAPE=shape, R=rows_of_tile, KEYS=keys,
             STAGES=stages, num_warps=warps,
         )  # fmt: skip
@@ -111,30 +102,24 @@ def attend_new(
 ) -> None:
     """Norms, rotary, K/V write and attention of a decode step, in one kernel and a merge.
 
+    While T <= 16 a row's bits depend only on its own context, not on any other row.
+
     Args:
         qkv_TW: [T, (H + H_kv) * D + H_kv * D_v], unit stride along W: query heads, key heads, value
             heads of each new token, biases added. Not changed.
-        heads: what is done to q and k.
+        heads: the norms and the rotary embedding of q and k.
         key_cache, value_cache: as in `attention`; new tokens are written at their positions.
-        batch: with 1 <= most_queries <= MOST_NEW.
-        out_TC: gets the attended values, [T, H * D_v], contiguous, in the dtype of the cache.
+        batch: with 1 <= most_queries <= MOST_NEW, else `ConfigError`.
+        out_TC: receives the attended values, [T, H * D_v], contiguous, in the dtype of the cache.
             Rows that belong to no request are not written.
         overlap: launch the kernels dependently (PDL). Each lets the next kernel start at once
             and waits before it reads `qkv_TW`. The plan, the block table and the K/V of earlier
             tokens are read before that wait: they must exist when the plan is made (see `prepare`),
             and the first kernel after the plan must wait before it lets others start.
-
-    While T <= 16 a row's bits depend only on its own context, not on other requests, nor on the
-    rows next to it in its request.
-
-    Raises:
-        ConfigError: `batch.most_queries` is out of bounds.
     """
     if not 1 <= batch.most_queries <= MOST_NEW:
-        raise ConfigError(
-            "batch.most_queries", batch.most_queries, f"in 1..{MOST_NEW}",
-            "Call `write_new`, then `attention`.",
-        )  # fmt: skip
+        remedy = "For more new tokens call `write_new`, then `attention`."
+        raise ConfigError("batch.most_queries", batch.most_queries, f"in 1..{MOST_NEW}", remedy)
     shape = _shape(_query_heads(qkv_TW, key_cache, value_cache), key_cache, value_cache, options)
     plan = _plan(batch, qkv_TW.shape[0], shape)
     rows = records.TokenRows(qkv_TW, qkv_TW.stride(0), shape.D)
@@ -152,24 +137,21 @@ def write_new(
 ) -> Tensor:
     """Norms, rotary and K/V write of any number of new tokens, in one kernel.
 
-    The query heads in `qkv_TW` are replaced by the queries that `attention` takes. Arguments as in
-    `attend_new`; `batch.most_queries` does not matter.
-
-    Returns:
-        The strided view [T, H, D] of these queries.
+    Arguments as in `attend_new`, with any `batch.most_queries`. The query heads in `qkv_TW` are
+    replaced by the queries that `attention` takes. Returns these as a strided view [T, H, D].
     """
-    number = _query_heads(qkv_TW, key_cache, value_cache)
-    shape = _shape(number, key_cache, value_cache, AttentionOptions(1.0))
+    query_heads = _query_heads(qkv_TW, key_cache, value_cache)
+    shape = _shape(query_heads, key_cache, value_cache, AttentionOptions(1.0))
     tokens, requests = qkv_TW.shape[0], batch.length_B.shape[0]
-    block, at_once = (4 if tokens <= 256 else 16), 16 if requests <= 16 else 128
+    rows_per_program = 4 if tokens <= 256 else 16
     launch(
-        write_new_kernel, (triton.cdiv(tokens, block), shape.H_KV),
+        write_new_kernel, (triton.cdiv(tokens, rows_per_program), shape.H_KV),
         records.TokenRows(qkv_TW, qkv_TW.stride(0), shape.D), heads,
         _cache(key_cache, value_cache, batch), batch.query_start_B1, batch.length_B, requests,
-        SHAPE=shape, ROTARY=2 * heads.cos_PR.shape[1], ROWS=block, AT_ONCE=at_once,
-        OVERLAP=overlap, num_warps=4, **dependent(overlap),
+        SHAPE=shape, ROTARY=2 * heads.cos_PR.shape[1], ROWS=rows_per_program,
+        CHUNK=16 if requests <= 16 else 128, OVERLAP=overlap, num_warps=4, **dependent(overlap),
     )  # fmt: skip
-    return qkv_TW[:, : number * shape.D].view(-1, number, shape.D)
+    return qkv_TW[:, : query_heads * shape.D].view(-1, query_heads, shape.D)
 
 
 def prepare(
@@ -181,13 +163,8 @@ def prepare(
     options: AttentionOptions,
     decoding: Callable[..., Decoding] = configs.decoding,
 ) -> None:
-    """Make the plan of a batch of `tokens` rows now, before kernels that overlap.
-
-    Without this, the first layer of this shape makes the plan. `plan_kernel` does not overlap.
-
-    Args:
-        decoding: chooses the configuration of `decode_kernel`, by what `configs.decoding` takes.
-    """
+    """Make the plan of a batch of `tokens` rows now, before kernels that overlap. Without this, the
+    first layer of this shape makes it. decoding: chooses the configuration of `decode_kernel`."""
     _plan(batch, tokens, _shape(query_heads, key_cache, value_cache, options), decoding)
 
 
@@ -201,28 +178,27 @@ def _decode(
     out: Tensor,
     overlap: bool = False,
 ) -> None:
-    """Run the items of requests with few queries, and the merge."""
     config = plan.decode
     programs = config.programs * _multiprocessors(out.device)
     grid = shape.H_KV, min(plan.items, max(1, programs // shape.H_KV))
     launch(
-        decode_kernel, grid,
+        kernels.decode_kernel, grid,
         rows, heads, caches, plan.work, plan.partials, scores, out,
         SHAPE=shape, TILE=plan.tile, ROTARY=0 if heads is None else 2 * heads.cos_PR.shape[1],
-        STAGES=config.stages, NEW=plan.new if heads else 1, AHEAD=config.ahead, OVERLAP=overlap,
-        num_warps=config.warps,
-        # A score must be rounded before the largest score is subtracted. A mask between the two
-        # steps ensures that; without one the compiler would fuse them, with different results.
+        STAGES=config.stages, NEW=plan.new_tokens if heads else 1, AHEAD=config.ahead,
+        OVERLAP=overlap, num_warps=config.warps,
+        # A score must be rounded before the largest score is subtracted. In tiles without a mask
+        # between the two steps the compiler would fuse them, with different results.
         enable_fp_fusion=False, **at_most_registers(config.registers), **dependent(overlap),
     )  # fmt: skip
     if plan.partials.pieces > 1:
-        heads_at_once = min(config.merged_heads, shape.H & -shape.H)
-        parts = shape.H // heads_at_once
-        rows_at_once = max(1, _MERGES * _multiprocessors(out.device) // parts)
+        heads_per_program = min(config.merged_heads, shape.H & -shape.H)
+        head_groups = shape.H // heads_per_program
+        programs = max(1, 8 * _multiprocessors(out.device) // head_groups)  # 8 for each
         launch(
-            merge_kernel, (parts, min(plan.merges, rows_at_once)),
+            kernels.merge_kernel, (head_groups, min(plan.merge_rows, programs)),
             plan.work, plan.partials, scores, out, H=shape.H, D_V=shape.D_V, WIDTH_V=shape.WIDTH_V,
-            HEADS=heads_at_once, PIECES=config.merged_pieces, OVERLAP=overlap,
+            HEADS=heads_per_program, PIECES=config.merged_pieces, OVERLAP=overlap,
             num_warps=config.merged_warps, **dependent(overlap),
         )  # fmt: skip
 
@@ -233,7 +209,6 @@ def _plan(
     shape: HeadShape,
     decoding: Callable[..., Decoding] = configs.decoding,
 ) -> _Plan:
-    """The plan of this batch for layers of this shape; made if there is none yet."""
     # A captured graph must make its own plan: at a replay any other would be out of date.
     capturing = batch.length_B.is_cuda and torch.cuda.is_current_stream_capturing()
     plans = _plans.setdefault(batch, {})
@@ -257,35 +232,28 @@ def _new_plan(
     pieces = most_pieces(decode.size, decode.count, longest, shape.WINDOW)
     segments = 2 if few_queries > 1 and longest > decode.size * decode.count else 1
     items = requests * (triton.cdiv(tile_rows, decode.rows) + segments - 1) * pieces
-    tiles, many_rows = 0, 1
-    if prefill is not None:
-        many_rows = prefill.rows
-        tiles = triton.cdiv(tokens * shape.G, many_rows) + requests
+    many_rows = 1 if prefill is None else prefill.rows
+    tiles = 0 if prefill is None else triton.cdiv(tokens * shape.G, many_rows) + requests
 
     def empty(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(count, dtype=dtype, device=batch.length_B.device)
 
     fields, partial = FIELDS.value, rows * shape.H * pieces
-    work = records.Work(
-        empty(items * fields), empty(rows * MERGE_FIELDS.value), empty(max(tiles, 1) * fields),
-        empty(4),
-    )  # fmt: skip
-    partials = records.Partials(
-        empty(partial * shape.D_V, torch.float32), empty(partial, torch.float32),
-        empty(partial, torch.float32), pieces,
-    )  # fmt: skip
-    step = decode.groups * decode.keys
-    cut = records.Cut(
-        shape.G, shape.WINDOW, decode.size, decode.count, step, decode.rows, many_rows
-    )
+    few_I, merge_F = empty(items * fields), empty(rows * MERGE_FIELDS.value)
+    work = records.Work(few_I, merge_F, empty(max(tiles, 1) * fields), empty(4))
+    acc_FHN = empty(partial * shape.D_V, torch.float32)
+    top_FHN, sum_FHN = empty(partial, torch.float32), empty(partial, torch.float32)
+    partials = records.Partials(acc_FHN, top_FHN, sum_FHN, pieces)
+    piece_limits = decode.size, decode.count, decode.groups * decode.keys
+    cut = records.Cut(shape.G, shape.WINDOW, *piece_limits, decode.rows, many_rows)
     launch(
         plan_kernel, (requests + 1,), batch.query_start_B1, batch.length_B, work, requests,
-        CUT=cut, AT_ONCE=128, num_warps=4,
+        CUT=cut, CHUNK=128, num_warps=4,
     )  # fmt: skip
-    live = decode.rows
+    live_rows = decode.rows
     if decode.groups * decode.sets == 1:
-        live = min(live, triton.next_power_of_2(tile_rows))
-    tile = records.Tile(decode.rows, live, decode.sets, decode.groups, decode.keys)
+        live_rows = min(live_rows, triton.next_power_of_2(tile_rows))
+    tile = records.Tile(decode.rows, live_rows, decode.sets, decode.groups, decode.keys)
     new_tokens = triton.next_power_of_2(few_queries)
     return _Plan(work, partials, decode, tile, prefill, new_tokens, items, tiles, rows)
 
@@ -299,17 +267,13 @@ def _shape(
 
 
 def _query_heads(qkv_TW: Tensor, key_cache: Tensor, value_cache: Tensor) -> int:
-    """How many query heads a row of qkv has.
-
-    Raises:
-        ConfigError: the row does not consist of whole heads.
-    """
+    """How many query heads a row of qkv has; raises `ConfigError` if it has a part of a head."""
     kv_heads, size = key_cache.shape[2:]
-    query = qkv_TW.shape[1] - kv_heads * (size + value_cache.shape[3])
-    if query <= 0 or query % (kv_heads * size):
+    query_width = qkv_TW.shape[1] - kv_heads * (size + value_cache.shape[3])
+    if query_width <= 0 or query_width % (kv_heads * size):
         expected = f"[T, H * {size} + {kv_heads} * ({size} + {value_cache.shape[3]})]"
         raise ConfigError("qkv_TW.shape", tuple(qkv_TW.shape), expected)
-    return query // size
+    return query_width // size
 
 
 def _cache(key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch) -> records.Cache:
@@ -323,7 +287,6 @@ def _scores(options: AttentionOptions) -> records.Scores:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a device has; 1 for a CPU, which interprets programs one by one."""
     if device.type != "cuda":
-        return 1
+        return 1  # the interpreter runs programs one by one
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-SAME_BITS = 16  # in steps of up to so many rows, a row's bits do not depend on the others
+SAME_BITS = 16  # in steps of up to so many rows, a row's bits do not depend on other rows
 LARGEST_HEAD = 256
 
 
@@ -15,16 +15,13 @@ class Decoding(NamedTuple):
 
     The bits of results depend on size, count, groups, keys, and how pieces are merged.
 
-    size, count: the shortest length of a piece, the most pieces; see `plan.py`. Pieces grow by
-                 groups * keys tokens, and size is a multiple of that
-    groups:      groups of warps, each with its own keys
-    keys:        keys that a warp handles at a time
-    rows:        rows of a tile; sets: sets of warps, each with its own part of the rows. With one
+    size, count: see `plan.py`; size is a multiple of groups * keys, by which pieces grow
+    groups:      groups of warps; each group reads its own keys, each warp `keys` of them at a time
+    rows, sets:  rows of a tile; sets of warps, each with its own part of the rows. With one
                  group and one set, each of four warps has all keys and a quarter of 64 rows
-    stages:      stages of the pipeline that loads tiles
-    programs:    programs per multiprocessor
-    registers:   most registers of a thread
-    merged_heads, merged_pieces: how many a program of the merge reads at once, by merged_warps
+    stages:      of the pipeline that loads tiles
+    programs, registers: programs per multiprocessor, limit of the registers of a thread
+    merged_heads, merged_pieces: how many a program of the merge, of merged_warps, loads together
     ahead:       tokens of an item that are prefetched, see `decode_kernel`
     """
 
@@ -48,7 +45,7 @@ class Decoding(NamedTuple):
 
 
 class Prefilling(NamedTuple):
-    """Configuration of `prefill_kernel`: rows of a tile, keys that it reads at a time."""
+    """Configuration of `prefill_kernel`: rows of a tile, keys of one load, pipeline stages."""
 
     rows: int
     keys: int
@@ -56,8 +53,8 @@ class Prefilling(NamedTuple):
     warps: int
 
 
-# Heads of up to 128. Warps that share all keys read each key once for all rows. Times of a layer
-# (8B shape) if keys are shared, and if each warp has its own: 45.7 and 50.0 us for one row at 32k
+# Heads of up to 128 dimensions. Warps that share all keys read each key once for all rows. Times of
+# a layer (8B shape) with shared keys, and with keys per warp: 45.7 and 50.0 us for one row at 32k
 # tokens, 43.2 and 59.5 for five; at 1150 tokens 11.7 and 10.4 for one row, 50.4 and 69.2 for 32
 # requests of five rows. The first two configurations differ only in values that change no bit.
 _ONE_REQUEST = Decoding(256, 33, 1, 32, 64, 1, 4, 2, 255, 1, 32, 2, ahead=64)
@@ -82,7 +79,7 @@ def decoding(
     if size > 128:
         rows, sets = (16, 1) if tile_rows <= 16 else (32, 2)
         return Decoding(*piece_limits, 4, 16, rows, sets, 2, 1, 255, *merge_fields)
-    if tokens > SAME_BITS and tile_rows <= 16:  # 64 x 1 rows: 81.7 us a layer; 83.8 shared
+    if tokens > SAME_BITS and tile_rows <= 16:  # 64 x 1 rows: 81.7 us a layer; 83.8 as `shared`
         return Decoding(*piece_limits, 2, 16, 16, 1, 3, 4, 255, *merge_fields)
     if tokens > SAME_BITS and 2 < requests <= 8:
         # 8 x 5 rows at 1024 tokens: a pass takes 4.88 ms, with _MEDIUM 5.15. At 16k tokens a layer
@@ -95,6 +92,4 @@ def prefilling(size: int, dtype: torch.dtype) -> Prefilling:
     """The configuration for heads of this size."""
     if dtype == torch.float32:
         return Prefilling(rows=32, keys=32, stages=1, warps=8)
-    if size > 128:
-        return Prefilling(rows=128, keys=64, stages=2, warps=8)
-    return Prefilling(rows=128, keys=64, stages=3, warps=8)
+    return Prefilling(rows=128, keys=64, stages=2 if size > 128 else 3, warps=8)

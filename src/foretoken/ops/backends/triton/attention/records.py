@@ -1,4 +1,4 @@
-"""What attention kernels are given: every tensor under a name. See `triton/records.py`.
+"""Records of the arguments of attention kernels; see `triton/records.py`.
 
 Letters of shapes, in addition to those of `__init__`: F rows of requests with few queries, I items,
 L columns of the block table, N pieces of a context.
@@ -15,17 +15,14 @@ from torch import Tensor
 
 
 class HeadInputs(NamedTuple):
-    """How queries and keys are made of the q and k of a layer's product.
+    """What turns the q and k of a layer's product into queries and keys.
 
     First RMSNorm of each head, if there are weights; then rotary embedding in the half-split layout
     (Transformers' `rotate_half`) of the first R of D dimensions. All in float32, rounded once, to
     the dtype of the cache.
 
-    cos_PR, sin_PR: float32 [P, R / 2], contiguous, any scaling of attention included; P is at least
-                    the longest length
-    q_norm_D, k_norm_D: weights of the norms in any float dtype, or both None. A model that
-                    multiplies by 1 + w passes 1 + w
-    eps:            epsilon of the norms
+    cos_PR, sin_PR: float32 [P, R / 2], contiguous, times any attention scaling; P >= all lengths
+    q_norm_D, k_norm_D: factors of the norms (w, or 1 + w), any float dtype, or both None
     """
 
     cos_PR: Tensor
@@ -39,8 +36,9 @@ class HeadInputs(NamedTuple):
 class HeadShape:
     """The heads of a layer: its kernels are compiled for them, and its plan depends on them.
 
-    H, H_KV: query heads, key/value heads
-    D, D_V:  size of a query or key head, of a value head
+    H, H_KV: query heads, key/value heads; each K/V head has G query heads
+    D, D_V:  size of a query or key head, of a value head; WIDTH, WIDTH_V: padded for kernels to a
+             power of 2, at least 16
     PAGE:    tokens of a cache block
     WINDOW:  how many tokens a row sees at most, itself included; 0: all
     """
@@ -55,23 +53,19 @@ class HeadShape:
 
     @property
     def G(self) -> int:
-        """Query heads of a key/value head."""
         return self.H // self.H_KV
 
     @property
     def WIDTH(self) -> int:
-        """D padded for kernels: a power of 2, at least 16."""
         return max(16, int(triton.next_power_of_2(self.D)))
 
     @property
     def WIDTH_V(self) -> int:
-        """D_V padded for kernels: a power of 2, at least 16."""
         return max(16, int(triton.next_power_of_2(self.D_V)))
 
     @property
     def PRECISION(self) -> str:
-        """The input precision of products: float32 in full, not TF32."""
-        return "ieee" if self.dtype == torch.float32 else "tf32"
+        return "ieee" if self.dtype == torch.float32 else "tf32"  # float32 is not cut to TF32
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +87,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of `decode_kernel`.
+    """A tile of `decode_kernel`: TOKENS keys in each iteration, KEYS of them per group of warps.
 
-    R:     rows of the tile
-    LIVE:  how many of them a step of this shape can fill, a power of 2
+    R, Q:  rows of the tile, rows of a warp
+    LIVE:  how many rows a step of this shape can fill, a power of 2
     SETS, GROUPS: W = SETS * GROUPS warps; each of the SETS of rows has GROUPS warps
-    KEYS:  keys that a warp handles at a time
     """
 
     R: int
@@ -109,15 +102,19 @@ class Tile:
 
     @property
     def TOKENS(self) -> int:
-        """Keys that all groups handle at a time."""
         return self.GROUPS * self.KEYS
+
+    @property
+    def W(self) -> int:
+        return self.SETS * self.GROUPS
+
+    @property
+    def Q(self) -> int:
+        return self.R // self.SETS
 
 
 class TokenRows(NamedTuple):
-    """Query heads of packed tokens; in a row of qkv also key and value heads, after them.
-
-    stride, head_stride: distance from one token, from one head to the next
-    """
+    """Query heads of packed tokens; in a row of qkv, key and value heads follow them."""
 
     query: Tensor
     stride: int
@@ -134,13 +131,8 @@ class Cache(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The plan's lists of what attention has to do; see `plan.py`.
-
-    few_I:    items of requests with few queries: an `Item` each
-    merge_F:  rows of these requests: a `MergeRow` each
-    many_I:   tiles of the other requests: an `Item` each
-    totals:   the numbers of items in `few_I`, rows in `merge_F`, items in `many_I`
-    """
+    """The lists of a plan (`plan.py`): `Item`s of requests with few queries, a `MergeRow` for each
+    row of these requests, `Item`s of requests with many queries, and the lengths of the lists."""
 
     few_I: Tensor
     merge_F: Tensor
@@ -151,9 +143,8 @@ class Work(NamedTuple):
 class Partials(NamedTuple):
     """The results of pieces of contexts, before they are merged.
 
-    acc_FHN: sums of weighted values, [F, H, N, D_v]; weights relative to 2^top
+    acc_FHN: sums of weighted values, [F, H, N, D_v]; weights are relative to 2^top
     top_FHN, sum_FHN: the largest score (base 2); the sum of weights
-    pieces: N
     """
 
     acc_FHN: Tensor
@@ -163,7 +154,7 @@ class Partials(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How products of q and k become scores in base 2. sink_H: each head's sink score (base e)."""
+    """What turns products of q and k into scores in base 2. sink_H: sink scores in base e."""
 
     scale: float
     softcap: float | None

@@ -1,7 +1,4 @@
-"""The residual stream of one pass, and the products that read it and add to it.
-
-Belongs here: which kernel multiplies, and its arguments. Does not: tiles (`tiles.py`), what a layer
-is (`ops/stack.py`), the order of products (`stack.py`).
+"""The residual stream of one pass, and the kernels that multiply it by a model's weights.
 
 Shape suffixes: T packed tokens, H hidden size, N columns of a result, K of an input, P parts of a
 sum of squares, V vocabulary, I columns of a gated layer.
@@ -26,18 +23,12 @@ from foretoken.ops.backends.triton.decoder.tiles import (  # isort: skip
 from foretoken.ops.backends.triton.launch import dependent, overlaps
 from foretoken.ops.stack import Linear, Weight, plain
 
-_MOST_TILES = 1 << 15  # tiles of one product; a vocabulary has up to 262 144 / 64
-# float32 values: more than 132 programs * 2 slots * 128 * 64 (or 2 halves of 64 * 64).
-_PARTIALS = 1 << 22
-
 
 class Products:
-    """How one model's products are computed; keeps what its kernels need between launches.
+    """Launches the kernels of one model's products, and keeps the memory that these share.
 
-    All steps of a model share it, one after the other on one stream.
-
-    Args:
-        deterministic: in passes of up to 16 rows, a row's bits do not depend on their number.
+    All steps of a model use it, one after the other on one stream. deterministic: in passes of up
+    to 16 rows, a row's bits do not depend on the number of rows.
     """
 
     def __init__(
@@ -47,17 +38,17 @@ class Products:
         self.overlap = overlaps(device)
         self.dependent = dependent(self.overlap)
         self._processors = 0
-        self._weight_maps: dict[tuple[int, int, int], Any] = {}  # these keep weights alive
+        self._weight_maps: dict[tuple[int, int, int], Any] = {}  # a map keeps its weights alive
         if self.overlap and dtype is torch.bfloat16:
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-            self._partial = torch.empty(_PARTIALS, dtype=torch.float32, device=device)
-            self._arrived = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+            # More than 132 programs * 2 slots * 128 * 64 (or 2 halves of 64 * 64).
+            self._partial = torch.empty(1 << 22, dtype=torch.float32, device=device)
+            # More tiles than a product has: a vocabulary has up to 262 144 / 64.
+            self._arrived = torch.zeros(1 << 15, dtype=torch.int32, device=device)
 
     def tile(self, rows: int, shape: Shape) -> ProductTile | None:
         """The tile for a product of so many rows; None: cuBLAS and small kernels compute it.
-
-        float16 is left to cuBLAS: rows that are multiplied before they are normed may overflow.
-        """
+        cuBLAS computes float16: rows that are multiplied before they are normed can overflow."""
         if rows == 1 and not self.deterministic and self.dtype is not torch.float16:
             return gemv_tile(shape)
         if rows > MOST_ROWS or not self._processors:
@@ -80,10 +71,8 @@ class Products:
         """Launch the kernel that `tile` is for; see `tiles.py`."""
         weight_NK = plain(weight)
         parts = 0 if operands.squares_PT is None else operands.squares_PT.shape[0]
-        constants = (
-            shape.N, shape.K, parts, triton.next_power_of_2(max(1, parts)), self.eps,
-            int(shape.epilogue),
-        )  # fmt: skip
+        parts_padded = triton.next_power_of_2(max(1, parts))
+        constants = shape.N, shape.K, parts, parts_padded, self.eps, int(shape.epilogue)
         if isinstance(tile, GemvTile):
             launch(
                 gemv_kernel, (shape.N // tile.block_n,), weight_NK, x_TK, operands, *constants,
@@ -107,21 +96,18 @@ class Products:
 
 
 class ResidualStream:
-    """The hidden states of T tokens on their way through layers.
+    """The hidden states of T tokens on their way through layers, `state_TH`.
 
-    Products read the stream after a norm. A fused product uses `scaled` and `squares`, which the
-    product before it wrote; cuBLAS reads rows that a kernel has normed. Each of these forms is made
-    when a product first needs it, so that each product may choose for itself.
-
-    state_TH: the present state of the stream
+    Products read the stream after a norm of weight `gain_H`. A fused product uses `scaled` and
+    `squares`, which the product before it wrote; cuBLAS reads rows that a kernel has normed. Each
+    of these forms is made when a product first needs it.
     """
 
     def __init__(self, products: Products, state_TH: Tensor, gain_H: Tensor) -> None:
-        """gain_H: weight of the norm through which the next products read."""
         self._products, self._gain_H = products, gain_H
         self.state_TH = state_TH
         self._must_keep = True  # the state belongs to the caller
-        self._scaled: tuple[Tensor, Tensor] | None = None
+        self._scaled_squares: tuple[Tensor, Tensor] | None = None
         self._normed_TH: Tensor | None = None
 
     def project(self, linear: Linear) -> Tensor:
@@ -130,30 +116,26 @@ class ResidualStream:
         return _multiply(self._normed(), linear) if y_TN is None else y_TN
 
     def gate(self, linear: Linear) -> Tensor:
-        """silu(gate) * up of the normed stream: [T, I], maybe with a stride between rows."""
+        """silu(gate) * up of the normed stream: [T, I], with any stride between rows."""
         y_TN = self._fused(linear, Epilogue.SILU)
         if y_TN is not None:
             return y_TN
         gate_up = _multiply(self._normed(), linear)
         rows, size = len(gate_up), gate_up.shape[1] // 2
         block = 4096 if rows <= 512 else 1024  # 320 rows: 5 us a layer less than with 1024
-        grid = rows, triton.cdiv(size, block)
-        launch(silu_kernel, grid, gate_up, size, block, num_warps=4)
+        launch(silu_kernel, (rows, triton.cdiv(size, block)), gate_up, size, block, num_warps=4)
         return gate_up[:, :size]
 
     def add(self, linear: Linear, x_TK: Tensor, gain_H: Tensor, keep: bool = False) -> None:
-        """Add the product of x and a layer; the next products read through a norm with `gain_H`.
-
-        Args:
-            keep: later additions do not overwrite the new state.
-        """
+        """Add the product of x and a layer; the norm of the next products has the weight `gain_H`.
+        keep: later additions do not overwrite the new state."""
         shape = _shape(linear, Epilogue.RESIDUAL)
         tile = self._products.tile(len(x_TK), shape)
         old, new = self.state_TH, self.state_TH
         if self._must_keep or keep:
             new = torch.empty_like(old)
         self.state_TH, self._gain_H, self._must_keep = new, gain_H, keep
-        self._normed_TH, self._scaled = None, None
+        self._normed_TH, self._scaled_squares = None, None
         if tile is None:
             torch.addmm(old, x_TK, plain(linear.weight).T, out=new)
             if linear.bias is not None:
@@ -162,15 +144,15 @@ class ResidualStream:
         scaled, squares = torch.empty_like(old), _squares(old, shape.N // tile.block_n)
         operands = Operands(new, linear.bias, old, gain_H, scaled, new_squares_PT=squares)
         self._products.launch(tile, shape, linear.weight, x_TK.contiguous(), operands)
-        self._scaled = scaled, squares
+        self._scaled_squares = scaled, squares
 
     def narrow(self, row_N: Tensor) -> None:
-        """Keep only the rows `row_N`, in this order; N may be 0."""
+        """Keep only the rows `row_N`, in this order; N can be 0."""
         self.state_TH, self._must_keep = self.state_TH[row_N], False
-        self._normed_TH, self._scaled = None, None
+        self._normed_TH, self._scaled_squares = None, None
 
     def head(self, linear: Linear, row_N: Tensor | None) -> Tensor:
-        """The normed rows `row_N`, or all, times a layer: [N, V]; N may be 0."""
+        """The normed rows `row_N`, or all, times a layer: [N, V]; N can be 0."""
         if not len(self.state_TH if row_N is None else row_N):
             return self.state_TH.new_empty(0, len(plain(linear.weight)))
         if row_N is None:
@@ -208,19 +190,19 @@ class ResidualStream:
 
     def _scaled_and_squares(self, tile: ProductTile) -> tuple[Tensor, Tensor]:
         """`scaled` and `squares` of the state; a kernel makes them if no product has."""
-        if self._scaled is None:
+        if self._scaled_squares is None:
             x_TH, size = self.state_TH, self.state_TH.shape[1]
             # As many parts of squares as in later layers: one kernel less to compile.
             shape = Shape(size, size, Epilogue.RESIDUAL)
-            usual = self._products.tile(len(x_TH), shape) or tile
-            squares = _squares(x_TH, max(1, size // usual.block_n))
-            self._scaled = torch.empty_like(x_TH), squares
+            later_tile = self._products.tile(len(x_TH), shape) or tile
+            squares = _squares(x_TH, max(1, size // later_tile.block_n))
+            self._scaled_squares = torch.empty_like(x_TH), squares
             launch(
-                scale_kernel, (len(x_TH),), x_TH, self._gain_H, *self._scaled, len(x_TH), size,
-                triton.next_power_of_2(size), len(squares), triton.next_power_of_2(len(squares)),
-                self._products.overlap, num_warps=8,
+                scale_kernel, (len(x_TH),), x_TH, self._gain_H, *self._scaled_squares, len(x_TH),
+                size, triton.next_power_of_2(size), len(squares),
+                triton.next_power_of_2(len(squares)), self._products.overlap, num_warps=8,
             )  # fmt: skip
-        return self._scaled
+        return self._scaled_squares
 
 
 def embed(token_T: Tensor, table_VH: Tensor) -> Tensor:

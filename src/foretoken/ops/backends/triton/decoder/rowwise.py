@@ -1,8 +1,7 @@
-"""Products of one row, and kernels that go over rows once: embedding, RMSNorm, SiLU of a gate, the
-input and the output of an EAGLE-3 head.
+"""Products of one row, and the kernels between products: each program handles one row.
 
-In the names of tensors: T packed tokens, N selected rows or columns of y, H hidden size, K of x, V
-vocabulary, P parts of a sum of squares, Q ids that a head drafts.
+Letters of shapes: T packed tokens, N selected rows or columns of y, H hidden size, K columns of x,
+V vocabulary, P parts of a sum of squares, Q ids of an EAGLE-3 head's logits.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 
 @triton.jit
-def gemv_kernel(
-    weight, x, operands: Operands, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
-    PP: tl.constexpr, EPS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def gemv_kernel(weight, x, operands: Operands, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+                PP: tl.constexpr, EPS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr,
+                BK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """A product of one row, as in `tiles.py`. Each of N / BN programs writes a part of squares."""
     y, bias, residual, gain, scaled, squares_in, squares_out = operands
     tile = tl.program_id(0)
@@ -73,20 +70,16 @@ def embed_kernel(token_T, table_VH, x_TH, V: tl.constexpr, H: tl.constexpr, HP: 
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HP)
     token = tl.load(token_T + t)
-    there = (h < H) & (token >= 0) & (token < V)
-    x = tl.load(table_VH + token * H + h, mask=there, other=0.0)
+    valid = (h < H) & (token >= 0) & (token < V)
+    x = tl.load(table_VH + token * H + h, mask=valid, other=0.0)
     tl.store(x_TH + t * H + h, x, mask=h < H)
 
 
 @triton.jit(do_not_specialize=["T"])
-def scale_kernel(
-    x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
-    PP: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Write `scaled`, and each row's sum of squares as the first of P parts; the others are 0.
-
-    All earlier kernels have ended when this one starts, so it lets the next kernel start at once.
-    """
+def scale_kernel(x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl.constexpr,
+                 P: tl.constexpr, PP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Write `scaled`, and each row's sum of squares as the first of P parts; parts 1..P-1 are 0.
+    All earlier kernels have ended when this one starts, so it lets the next kernel start first."""
     t = tl.program_id(0).to(tl.int64)
     let_next_start(OVERLAP)
     h, p = tl.arange(0, HP), tl.arange(0, PP)
@@ -97,11 +90,9 @@ def scale_kernel(
 
 
 @triton.jit
-def norm_kernel(
-    x_TH, row_N, gain_H, normed_NH, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """RMSNorm of the rows `row_N` of x, or of all if None. It may start before x is written."""
+def norm_kernel(x_TH, row_N, gain_H, normed_NH, H: tl.constexpr, HP: tl.constexpr,
+                EPS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """RMSNorm of the rows `row_N` of x, or of all if None. It can start before x is written."""
     n = tl.program_id(0).to(tl.int64)
     wait_for_writes(OVERLAP)
     t = n
@@ -116,35 +107,32 @@ def norm_kernel(
 
 @triton.jit
 def silu_kernel(gate_up, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(gate) * up, written over gate: 8192 rows of an 8B model would need 235 MB more."""
+    """silu(gate) * up replaces gate: a copy of 8192 rows of an 8B model would take 235 MB."""
     t, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    there = column < WIDTH
-    at = gate_up + t * (2 * WIDTH) + column
-    gate = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(at + WIDTH, mask=there, other=0.0).to(tl.float32)
+    valid = column < WIDTH
+    gate_p = gate_up + t * (2 * WIDTH) + column
+    gate = tl.load(gate_p, mask=valid, other=0.0).to(tl.float32)
+    up = tl.load(gate_p + WIDTH, mask=valid, other=0.0).to(tl.float32)
     out = gate / (1 + tl.exp(-gate)) * up
-    tl.store(at, out.to(gate_up.dtype.element_ty), mask=there)
+    tl.store(gate_p, out.to(gate_up.dtype.element_ty), mask=valid)
 
 
 @triton.jit
-def join_kernel(
-    token_T, table_VH, token_gain_H, feature_TH, feature_gain_H, both_T2H, normed_TH,
-    V: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def join_kernel(token_T, table_VH, token_gain_H, feature_TH, feature_gain_H, both_T2H, normed_TH,
+                V: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr,
+                OVERLAP: tl.constexpr):  # fmt: skip
     """Write a token's vector (half 0) or its feature (half 1), normed. Programs: (row, half).
-
-    normed_TH: if given, it also gets the normed features. As the first kernel of a pass this one
-    waits for all earlier kernels, then lets the next one start: attention reads the cache early.
-    """
+    normed_TH: None, or receives the normed features, too. As the first kernel of a pass this one
+    waits before it lets the next kernel start: attention reads the cache before it waits."""
     t, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.arange(0, HP)
     wait_for_writes(OVERLAP)
     let_next_start(OVERLAP)
     if half == 0:
         token = tl.load(token_T + t)
-        there = (h < H) & (token >= 0) & (token < V)
-        x = tl.load(table_VH + token * H + h, mask=there, other=0.0).to(tl.float32)
+        valid = (h < H) & (token >= 0) & (token < V)
+        x = tl.load(table_VH + token * H + h, mask=valid, other=0.0).to(tl.float32)
         gain = tl.load(token_gain_H + h, mask=h < H, other=0.0).to(tl.float32)
     else:
         x = tl.load(feature_TH + t * H + h, mask=h < H, other=0.0).to(tl.float32)
@@ -157,11 +145,9 @@ def join_kernel(
 
 
 @triton.jit
-def spread_kernel(
-    logits_NQ, target_id_Q, wide_NV, Q: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Programs: (row, BLOCK of the head's ids). Writes each logit to its target id's column."""
+def spread_kernel(logits_NQ, target_id_Q, wide_NV, Q: tl.constexpr, V: tl.constexpr,
+                  BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Write each logit to the column of its target id. Programs: (row, BLOCK of the head's ids)."""
     n, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target_id = tl.load(target_id_Q + j, mask=j < Q, other=0)
     wait_for_writes(OVERLAP)

@@ -7,11 +7,8 @@ and each kernel starts while the previous one ends. With 65 rows or more cuBLAS 
 small kernels between its products. With a `FeatureRule`, one more kernel makes the input of the
 first q, k and v, and one moves logits to the target's ids.
 
-Belongs here: which stacks the kernels can run, what is derived from them, and the pass. Self-checks
-decide whether its results are right, as for every backend.
-
-Shape suffixes: T packed tokens, N rows with logits, H = C hidden size, Q ids that a head drafts, V
-vocabulary, W a row of q, k and v, R as in `ops/stack.py`.
+Shape suffixes: T packed tokens, N rows with logits, H = C hidden size, Q draft ids, V vocabulary, W
+a row of q, k and v, R as in `ops/stack.py`.
 """
 
 from __future__ import annotations
@@ -23,15 +20,11 @@ import torch
 import triton
 from torch import Tensor
 
-from foretoken.ops.backends.triton.attention import (
-    MOST_NEW,
-    HeadInputs,
-    attend_new,
-    attention,
-    prepare,
-    write_new,
-)
-from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
+from foretoken.ops.backends.triton.attention import (  # isort: skip
+    MOST_NEW, HeadInputs, attend_new, attention, prepare, write_new,
+)  # fmt: skip
+from foretoken.ops.backends.triton.attention.configs import LARGEST_HEAD
+from foretoken.ops.backends.triton.compiled import launch, zero_if_recording
 from foretoken.ops.backends.triton.decoder.products import Products, ResidualStream, embed
 from foretoken.ops.backends.triton.decoder.rowwise import join_kernel, spread_kernel
 from foretoken.ops.backends.triton.decoder.tiles import MOST_ROWS
@@ -39,31 +32,26 @@ from foretoken.ops.backends.triton.launch import overlaps
 from foretoken.ops.checks import check_pass
 
 from foretoken.ops.stack import (  # isort: skip
-    KV, Attention, FeatureRule, Features, ForwardOutput, Rope, Stack, UnfitError,
-    check_dense, plain,
+    KV, Attention, Features, ForwardOutput, Rope, Stack, UnfitError, check_dense, plain,
 )  # fmt: skip
 from foretoken.ops.steps import ForwardBatch
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LARGEST_HEAD = 256
 _SPREAD_BLOCK = 1024
 
 
 class FusedStack:
     """The `LoadedStack` of this backend, on the stack's own weights.
 
-    Every pass may be captured in a CUDA graph. Logits by `target_ids` are written into one buffer,
-    where all other columns stay -inf: a head of 32 000 ids writes only a quarter of a row.
+    Every pass can be captured in a CUDA graph. Logits by `target_ids` are written into one buffer,
+    where all other columns stay -inf: with 32 000 draft ids only a quarter of a row is written.
 
-    Args:
-        positions: as in `Backend.load_stack`; angles of all positions are computed once.
-        most_rows: rows of that buffer.
-        deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit
-            whatever runs next to it: greedy text is then equal with and without speculation.
+    positions: as in `Backend.load_stack`; angles of all positions are computed once.
+    most_rows: rows of that buffer.
+    deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit whatever
+        runs next to it: greedy text is then equal with and without speculation.
 
-    Raises:
-        UnfitError: the stack has a feature that the kernels do not implement.
+    Raises `UnfitError` if the stack has a feature that the kernels do not implement.
     """
 
     multiplies_masked_keys: ClassVar[bool] = False
@@ -82,7 +70,7 @@ class FusedStack:
         self._target_ids = None
         if stack.target_ids is not None:
             self._target_ids = stack.target_ids.to(torch.int32)
-            self._wide_NV = self._all_dropped(most_rows)
+            self._wide_NV = self._minus_inf(most_rows)
 
     @torch.no_grad()
     def run(
@@ -94,23 +82,21 @@ class FusedStack:
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """See `LoadedStack.run`. In the weights' dtype; the last norm has no kernel of its own."""
         output = self._run(batch, kv, aux_layers, features, logits)
         return output._replace(logits_NV=self._by_target_ids(output.logits_NV))
 
     @torch.no_grad()
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """See `LoadedStack.logits`."""
         return self._by_target_ids(self._logits(hidden_NC))
 
-    # `zero_if_noted` decorates only inner functions: it must not zero the buffer of logits.
+    # `zero_if_recording` decorates only inner functions: it must not zero the buffer of logits.
 
-    @zero_if_noted
+    @zero_if_recording
     def _logits(self, hidden_NC: Tensor) -> Tensor:
         stream = ResidualStream(self._products, hidden_NC, self.stack.norm_C)
         return stream.head(self.stack.head, None)
 
-    @zero_if_noted
+    @zero_if_recording
     def _run(
         self,
         batch: ForwardBatch,
@@ -119,7 +105,7 @@ class FusedStack:
         features: Features | None,
         logits: bool,
     ) -> ForwardOutput:
-        """`run` with logits by the head's own ids."""
+        """`run` with logits by the ids of the head, not of the target."""
         stack, rule, (token_T, _, row_N, paged, _) = self.stack, self.stack.features, batch
         layers, last = stack.layers, len(stack.layers)
         if rule is None and not logits:
@@ -160,35 +146,26 @@ class FusedStack:
     def _begin(
         self, token_T: Tensor, batch: AttentionBatch, kv: KV, features: Features | None
     ) -> tuple[ResidualStream, Tensor | None]:
-        """(the residual stream, the input of the first q, k and v or None if that is the stream).
-        Plans of attention are made here, before any kernel lets the next one start."""
+        """(the residual stream, the input of the first q, k and v; None: they read the stream)."""
         stack, rule = self.stack, self.stack.features
         if rule is not None and features is not None and not isinstance(features, Tensor):
             features = self._products.multiply(torch.cat(list(features), dim=-1), rule.fc)
+        # Plans of attention are made before any kernel lets the next one start.
         for heads, options in {(m.heads, m.options) for _, m, _, _ in stack.layers}:
             prepare(batch, len(token_T), heads, kv.keys[0], kv.values[0], options)
-        input_T2C = None
-        if rule is not None and isinstance(features, Tensor):
-            input_T2C, state_TC = self._join(token_T, features, rule)
-        else:
-            state_TC = embed(token_T, plain(stack.embedding))
-        return ResidualStream(self._products, state_TC, stack.layers[0].mixer_norm_C), input_T2C
-
-    def _join(
-        self, token_T: Tensor, feature_TC: Tensor, rule: FeatureRule
-    ) -> tuple[Tensor, Tensor]:
-        """(the input of the first q, k and v, the first state of the residual stream)."""
-        stack, products = self.stack, self._products
-        (rows, size), vocabulary = feature_TC.shape, len(plain(stack.embedding))
-        input_T2C = feature_TC.new_empty(rows, 2 * size)
-        normed_TC = torch.empty_like(feature_TC) if rule.norm_before_residual else None
+        table_VC, gain_C = plain(stack.embedding), stack.layers[0].mixer_norm_C
+        if rule is None or not isinstance(features, Tensor):
+            return ResidualStream(self._products, embed(token_T, table_VC), gain_C), None
+        (rows, size), overlap = features.shape, self._products.overlap
+        input_T2C = features.new_empty(rows, 2 * size)
+        normed_TC = torch.empty_like(features) if rule.norm_before_residual else None
         launch(
-            join_kernel, (rows, 2), token_T, plain(stack.embedding), stack.layers[0].mixer_norm_C,
-            feature_TC, rule.feature_norm_C, input_T2C, normed_TC, vocabulary, size,
-            triton.next_power_of_2(size), stack.eps, products.overlap, num_warps=8,
-            **products.dependent,
+            join_kernel, (rows, 2), token_T, table_VC, gain_C, features, rule.feature_norm_C,
+            input_T2C, normed_TC, len(table_VC), size, triton.next_power_of_2(size), stack.eps,
+            overlap, num_warps=8, **self._products.dependent,
         )  # fmt: skip
-        return input_T2C, feature_TC if normed_TC is None else normed_TC
+        state_TC = features if normed_TC is None else normed_TC
+        return ResidualStream(self._products, state_TC, gain_C), input_T2C
 
     def _by_target_ids(self, logits_NQ: Tensor) -> Tensor:
         """[N, V]: logits in the columns of their target ids, -inf in all others."""
@@ -196,7 +173,7 @@ class FusedStack:
             return logits_NQ
         rows, drafted = logits_NQ.shape
         fits = rows <= len(self._wide_NV)
-        wide_NV = self._wide_NV[:rows] if fits else self._all_dropped(rows)
+        wide_NV = self._wide_NV[:rows] if fits else self._minus_inf(rows)
         if rows:
             launch(
                 spread_kernel, (rows, triton.cdiv(drafted, _SPREAD_BLOCK)), logits_NQ,
@@ -205,7 +182,7 @@ class FusedStack:
             )  # fmt: skip
         return wide_NV
 
-    def _all_dropped(self, rows: int) -> Tensor:
+    def _minus_inf(self, rows: int) -> Tensor:
         return plain(self.stack.embedding).new_full((rows, self.stack.vocab_size), -torch.inf)
 
 
@@ -237,36 +214,30 @@ def rotary_angles(rope: Rope, positions: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_fit(stack: Stack) -> None:
-    """Raise `UnfitError`, with the reason, if the kernels cannot run the stack."""
     table_VC, mixers = plain(stack.embedding), [layer.mixer for layer in stack.layers]
     if table_VC.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise UnfitError(f"weights are on {table_VC.device}, not on a GPU")
-    if table_VC.dtype not in _DTYPES:
+    if table_VC.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UnfitError(f"weights are {table_VC.dtype}, not bfloat16, float16 or float32")
     check_dense(stack)
     if any((m.q_norm_D is None) != (m.k_norm_D is None) for m in mixers):
-        raise UnfitError("of queries and keys only one is normed")
+        raise UnfitError("only queries or only keys have a norm, not both")
     sizes = {(m.kv_heads, m.head_size) for m in mixers}
-    if (largest := max(size for _, size in sizes)) > _LARGEST_HEAD:
-        raise UnfitError(f"heads of sizes up to {largest}: more than {_LARGEST_HEAD}")
+    if (largest := max(size for _, size in sizes)) > LARGEST_HEAD:
+        raise UnfitError(f"heads of sizes up to {largest}: more than {LARGEST_HEAD}")
     if len(sizes) > 1:
-        raise UnfitError(f"heads of sizes {sorted(sizes)}: not one size")
+        raise UnfitError(f"layers differ in (K/V heads, head size): {sorted(sizes)}")
     if names := _unsupported(stack, mixers[0]):
-        raise UnfitError(f"the kernels of a head have no {', '.join(names)}")
-    for name, weight in (
-        *_weights("embedding", table_VC),
-        *_weights("layers", stack.layers),
-        *_weights("norm", stack.norm_C),
-        *_weights("head", stack.head),
-        *_weights("features", stack.features),
-    ):
+        raise UnfitError(f"the kernels of a draft head have no {', '.join(names)}")
+    parts = "embedding", "layers", "norm_C", "head", "features"
+    for name, weight in (pair for part in parts for pair in _weights(part, getattr(stack, part))):
         same = weight.dtype is table_VC.dtype and weight.device == table_VC.device
         if not (same and weight.is_contiguous()):
             raise UnfitError(f"`{name}` is not contiguous {table_VC.dtype} on {table_VC.device}")
 
 
 def _unsupported(stack: Stack, mixer: Attention) -> list[str]:
-    """Names of features that kernels do not implement together with a `FeatureRule`."""
+    """Names of the stack's features that the kernels lack together with a `FeatureRule`."""
     if (rule := stack.features) is None:
         return []
     present = {

@@ -6,12 +6,12 @@
               scaled = y * gain, and of each tile of columns the sum of squares of y
 
 RMSNorm costs no kernel and no pass over memory. A product that adds to the residual stream also
-writes `scaled` and `squares`; the product that reads the normed stream next multiplies `scaled`
+writes `scaled` and `squares`; the next product that reads the normed stream multiplies `scaled`
 instead and scales its rows by n = 1 / sqrt(mean of squares + eps). Without parts of squares
-(P = 0), n is 1: x is multiplied as it is.
+(P = 0), n is 1.
 
-Tiles were measured on an H200 within whole decode steps of an 8B model. Other tiles win when a
-product is measured alone: in a step its first loads overlap the end of the product before it.
+Tiles were measured on an H200 within whole decode steps of an 8B model, where a product's first
+loads overlap the end of the product before it: alone, products are faster with other tiles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class Epilogue(IntEnum):
-    """The three kinds above; kernels know them by number."""
+    """The three kinds of products of the module's docstring, as kernels know them."""
 
     PLAIN = 0
     RESIDUAL = 1
@@ -34,14 +34,14 @@ class Epilogue(IntEnum):
 
 RESIDUAL, SILU = tl.constexpr(1), tl.constexpr(2)
 
-MOST_ROWS = 64  # of a product by `streamk.py`; with more, cuBLAS is faster
+MOST_ROWS = 64  # upper bound for `streamk.py`; with more rows cuBLAS is faster
 _BUCKETS = (8, 16, 32, 64)  # rows that x is padded to in shared memory
 _SAME_BUCKET = 16  # deterministic steps of up to so many rows share one bucket
 _SHARED = 200 << 10  # bytes of a ring; an SM has 227 KiB for all of a program
 
 
 class Operands(NamedTuple):
-    """What a product reads in addition to x and its weights, and what it writes; names as above.
+    """The tensors of a product except x and its weights; names as in the module's docstring.
 
     residual_TN, gain_N, scaled_TN, new_squares_PT: None unless the epilogue is RESIDUAL
     squares_PT: parts of the sums of squares of x's rows; None: n is 1
@@ -57,7 +57,7 @@ class Operands(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A product: N columns of its result (SILU has 2 N rows of weights), K of its input."""
+    """A product: N columns of the result (SILU has 2 N rows of weights), K of the input."""
 
     N: int
     K: int
@@ -73,9 +73,9 @@ class GemvTile(NamedTuple):
 
 
 class StreamTile(NamedTuple):
-    """The ring of `streamk.py` and how many programs share the work.
+    """Blocks and stages of the ring of `streamk.py`, number of programs, registers of a thread.
 
-    With rings below some 113 KB two programs of a launch may run on one SM. Fewer programs than SMs
+    With rings below some 113 KB two programs of a launch can run on one SM. Fewer programs than SMs
     are faster if each program then gets a whole number of tiles, or tiles divide into whole shares.
     """
 
@@ -150,8 +150,7 @@ def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
 
 
 def _even_programs(tiles: int, blocks: int, processors: int) -> int:
-    """How many programs share `tiles` tiles of `blocks` blocks each: one per processor, or a few
-    less (down to 5/6) if each then has whole tiles, or tiles divide into whole shares."""
+    """How many programs share the tiles: one per processor, or fewer, as in `StreamTile`."""
     for programs in range(processors, processors * 5 // 6 - 1, -1):
         share, rest = divmod(tiles * blocks, programs)
         if not rest and share and (share % blocks == 0 or blocks % share == 0):

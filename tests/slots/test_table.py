@@ -96,7 +96,7 @@ def begin(table: SlotTable, parts: Sequence[Part]) -> tuple[StepRequests, DraftB
 
 
 def tokens_of(requests: StepRequests, drafts: DraftBlock) -> StepTokens:
-    return StepTokens(requests.slot_B, requests.num_tokens_B, requests.of_B, drafts.num_B)
+    return StepTokens(requests.slot_B, requests.num_tokens_B, requests.decider_B, drafts.num_B)
 
 
 def pack(

@@ -195,7 +195,7 @@ class Several(Drafter):
     def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """See `Drafter.observe`. A member sees other members' drafts as ordinary tokens."""
         if self.slots.on_host:
-            if self._proposed_at and requests.of_B is None:
+            if self._proposed_at and requests.decider_B is None:
                 seconds = (time.perf_counter() - self._proposed_at) / len(requests.step.slot_B)
                 self.chooser.pass_seconds = follow(self.chooser.pass_seconds, seconds)
             self._proposed_at = 0.0

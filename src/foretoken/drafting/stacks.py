@@ -595,4 +595,4 @@ def _head_folder(config: EngineConfig) -> Path:
 
 def _decodes(requests: StepRequests) -> bool:
     """Whether every request of a step decides and has one known token to compute."""
-    return requests.of_B is None and max(requests.step.num_tokens_B, default=1) == 1
+    return requests.decider_B is None and max(requests.step.num_tokens_B, default=1) == 1

@@ -232,7 +232,9 @@ class Runner:
         self, requests: StepRequests, drafts: DraftBlock
     ) -> tuple[StepTokens, ForwardBatch, ForwardOutput]:
         """One pass of the target over known tokens and drafts."""
-        tokens = StepTokens(requests.slot_B, requests.num_tokens_B, requests.of_B, drafts.num_B)
+        tokens = StepTokens(
+            requests.slot_B, requests.num_tokens_B, requests.decider_B, drafts.num_B
+        )
         most_drafts = drafts.token_BK.shape[1]
         batch = self.slots.pack(requests, tokens, most_drafts, self.kv.block_size)
         self._clock.mark("batch")

@@ -48,14 +48,14 @@ class StepTokens(NamedTuple):
 
     slot_B:       int64, no two alike except the spare slot
     num_tokens_B: int64, number of known tokens to compute, at least one
-    of_B:         int64, the request's index among the D requests that decide, -1 if it does not
+    decider_B:    int64, the request's index among the D requests that decide, -1 if it does not
                   decide; None: all B decide, in this order
     num_D:        int64, number of drafts of each request that decides
     """
 
     slot_B: Tensor
     num_tokens_B: Tensor
-    of_B: Tensor | None
+    decider_B: Tensor | None
     num_D: Tensor
 
 

@@ -108,7 +108,7 @@ class StepInput(NamedTuple):
         return [s for s, decides in zip(self.slot_B, self.decides_B, strict=True) if decides]
 
     @property
-    def of_B(self) -> list[int]:
+    def decider_B(self) -> list[int]:
         """For each request, its index d among the deciding requests; -1 if it does not decide."""
         index = count()
         return [next(index) if decides else -1 for decides in self.decides_B]
@@ -118,12 +118,14 @@ class StepInput(NamedTuple):
         """Indices d of the deciding requests that want evidence."""
         if True not in self.traces_B:
             return []
-        return [d for d, traces in zip(self.of_B, self.traces_B, strict=True) if traces and d >= 0]
+        return [
+            d for d, traces in zip(self.decider_B, self.traces_B, strict=True) if traces and d >= 0
+        ]
 
     @property
     def reported_D(self) -> list[int]:
         """Indices d of the deciding requests that want log-probabilities of drawn tokens."""
-        columns = zip(self.of_B, self.num_logprobs_B, strict=True)
+        columns = zip(self.decider_B, self.num_logprobs_B, strict=True)
         return [d for d, num_logprobs in columns if num_logprobs != NONE and d >= 0]
 
     @property
@@ -185,8 +187,8 @@ class StepRequests(NamedTuple):
         slot_B, num_tokens_B: int64; slots and known tokens to compute. After the requests of `step`
             there may be padding: the spare slot, with one token and no drafts.
         slot_D, max_drafts_D: int64; slots and most drafts of the deciding requests.
-        of_B: int64; for each request, its index d among the deciding requests, or -1 if it does not
-            decide. None: all requests decide, in order.
+        decider_B: int64; the index d of each request among the deciding requests, or -1 if it does
+            not decide. None: all requests decide, in order.
         most_drafts: the most drafts of any request.
         samples: False: no request draws at random; True: some may.
         shape: the shape of a captured step; None: the step runs operator by operator.
@@ -200,7 +202,7 @@ class StepRequests(NamedTuple):
     num_tokens_B: Tensor
     slot_D: Tensor
     max_drafts_D: Tensor
-    of_B: Tensor | None
+    decider_B: Tensor | None
     most_drafts: int
     samples: bool = True
     shape: StepShape | None = None

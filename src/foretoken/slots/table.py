@@ -260,7 +260,7 @@ class SlotTable:
             most_drafts, samples, drafters = shape.most_drafts, shape.samples, shape.drafters
             params = replace(params, has_filters=shape.has_filters, rules=shape.rules)
         slot_B, num_tokens_B, max_drafts_B = self._send_numbers(step, shape)
-        slot_D, max_drafts_D, of_B = slot_B, max_drafts_B, None
+        slot_D, max_drafts_D, decider_B = slot_B, max_drafts_B, None
         if not all(step.decides_B):
             deciding: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
             # Indexing by a list yields column order; kernels need contiguous rows.
@@ -269,10 +269,10 @@ class SlotTable:
             # kernels would be compiled again.
             padded = np.pad(deciding, ((0, 0), (0, deciding.shape[1] % 2)))
             slot_D, max_drafts_D = self._send(padded)[:, : deciding.shape[1]].unbind()
-            of_B = self._send(np.array(step.of_B, dtype=np.int64))
+            decider_B = self._send(np.array(step.decider_B, dtype=np.int64))
         return StepRequests(
-            step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most_drafts,
-            samples, shape,
+            step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, decider_B,
+            most_drafts, samples, shape,
         )  # fmt: skip
 
     def _send_numbers(self, step: StepInput, shape: StepShape | None) -> Iterable[Tensor]:

@@ -48,7 +48,7 @@ def by_grammar(params: SamplingParams) -> Continuation | None:
         nonlocal num_read
         matcher.append(output[num_read:].tolist())
         num_read = len(output)
-        return matcher.forced()
+        return matcher.forced_tokens()
 
     return forced_tokens
 

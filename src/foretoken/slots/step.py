@@ -412,7 +412,7 @@ def _params_dict(params: SamplingParams) -> dict[str, Any]:
     """The fields of `params` as JSON can hold them; of a compiled grammar, its source."""
     values = {f.name: getattr(params, f.name) for f in fields(params)}
     values["logit_bias"] = list((params.logit_bias or {}).items())
-    values["structured_outputs"] = params.grammar and params.grammar.asked
+    values["structured_outputs"] = params.grammar and params.grammar.source
     return values
 
 

@@ -243,7 +243,7 @@ def test_entries_that_cannot_be_are_refused(given: Any, words: str) -> None:
 def test_options_of_one_drafter_are_not_those_of_all() -> None:
     with pytest.raises(ConfigError, match=r"`speculative_config.model` is 'x': must be left out"):
         SpeculativeConfig(drafters=[{"method": "ngram"}], model="x")
-    with pytest.raises(ConfigError, match=r"must be one of a, hybrid\. Beside `drafters` it"):
+    with pytest.raises(ConfigError, match=r"must be one of a, hybrid\. With `drafters` it"):
         SpeculativeConfig(drafters=[{"method": "ngram", "name": "a"}], method="ngram")
     config = SpeculativeConfig(drafters=[{"method": "ngram"}], num_speculative_tokens=7)
     assert replace(config, num_speculative_tokens=3).members["ngram"].num_speculative_tokens == 3
@@ -410,4 +410,4 @@ def test_what_is_measured_at_start_is_the_default(target: Path, draft: Path) -> 
     ],
 )
 def test_which_texts_depend_on_what_is_drafted(rule: Rule, temperature: float, shows: bool) -> None:
-    assert admission(0, rule, temperature=temperature, seed=1).shows_drafts is shows
+    assert admission(0, rule, temperature=temperature, seed=1).depends_on_drafts is shows

@@ -1,7 +1,7 @@
 """Options of the engine and of speculation: names, defaults, bounds. No torch.
 
-Charter: every default is set and documented here; every value is checked here, once; the error of
-an unknown key names the nearest valid key. Only this package reads the environment.
+Every default is set and documented here, and every value is checked here. Only this package reads
+the environment.
 """
 
 from foretoken.config.checks import check_choice, check_int, check_number, from_environment, plain

@@ -25,7 +25,6 @@ LOSSLESS_METHODS = ("standard", "block", "coupled")
 REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
 MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"
-_MOST_UNDER_AUTO = 8
 HYBRID = "hybrid"
 _WHERE = "speculative_config."
 
@@ -119,14 +118,11 @@ class SpeculativeConfig:
             self._check_drafters(where)
         elif self.method is None:
             if self.model is None:
-                remedy = (
-                    "Use `draft_model` or `eagle3` (with `model`), `ngram`, or several `drafters`."
-                )
+                remedy = "Use `draft_model` or `eagle3` (with `model`), `ngram`, or `drafters`."
                 raise ConfigError(where + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
 
     def _check_drafts(self, where: str) -> None:
-        """Check `num_speculative_tokens` and `max_speculative_tokens`."""
         count, most = self.num_speculative_tokens, self.max_speculative_tokens
         field, most_field = where + "num_speculative_tokens", where + "max_speculative_tokens"
         if count == AUTO:
@@ -138,11 +134,10 @@ class SpeculativeConfig:
         remedy = "Pass speculative_config=None to decode without speculation."
         check_int(field, count, 1, MAX_SPECULATIVE_TOKENS, remedy)
         if most is not None:
-            bound = f"left out beside num_speculative_tokens={count}"
+            bound = f"left out with num_speculative_tokens={count}"
             raise ConfigError(most_field, most, bound, f"It bounds `{AUTO}` alone.")
 
     def _check_suffix(self, where: str) -> None:
-        """Check the options of the method `suffix`."""
         corpus, where = self.suffix_corpus, where + "suffix_"
         if corpus is not None:
             path = fspath(corpus) if isinstance(corpus, PathLike) else corpus
@@ -162,7 +157,6 @@ class SpeculativeConfig:
         check_number(where + "min_token_prob", self.suffix_decoding_min_token_prob, 0, 1)
 
     def _check_synthetic(self, where: str) -> None:
-        """Check the options of the rule `synthetic`; other rules allow none of them."""
         options = {name: getattr(self, name) for name in _SYNTHETIC}
         if self.rejection_sample_method == "synthetic":
             check_synthetic(where, self.num_drafts, options)
@@ -175,7 +169,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "synthetic_acceptance_rates", rates)
 
     def _check_drafters(self, where: str) -> None:
-        """Check `drafters`, and set the `name` of each; then check `method`, or set its default."""
+        """Check `drafters` and set the `name` of each, then check `method` or set the default."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in self._drafter_options() and value != field.default:
@@ -198,26 +192,24 @@ class SpeculativeConfig:
         object.__setattr__(self, "drafters", tuple(by_name.values()))
         if self.method is None:
             object.__setattr__(self, "method", HYBRID if len(by_name) > 1 else next(iter(by_name)))
-        remedy = "Beside `drafters` it names that one of them which drafts if a request names none."
+        remedy = "With `drafters` it is the drafter of requests that name none."
         check_choice("speculative_config.method", self.method, (*by_name, HYBRID), remedy)
 
     @classmethod
     def _drafter_options(cls) -> list[str]:
-        """Names of the fields that each drafter has for itself."""
+        """Names of the fields that may differ between drafters."""
         shared = ("method", "drafters", "num_", "max_", "rejection_", "synthetic_")
         return [f.name for f in fields(cls) if not f.name.startswith(shared)]
 
     def _member(self, entry: Mapping[str, Any]) -> Self:
-        """The options of one entry of `drafters`, together with the options that all share."""
+        """The options of one entry of `drafters`, with the options that all drafters share."""
         entry = without_foreign(entry, SPECULATIVE_FIELDS, ConfigError, _WHERE)
         own = ("method", "name", *self._drafter_options())
         shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         del shared["drafters"]
         for key in shared.keys() & entry.keys():
             remedy = "All drafters share it: set it beside `drafters`."
-            raise ConfigError(
-                f"speculative_config.{key}", entry[key], "left out of an entry", remedy
-            )
+            raise ConfigError(_WHERE + key, entry[key], "left out of an entry", remedy)
         check_known_keys("speculative_config", entry, own)
         return type(self)(**{k: v for k, v in entry.items() if k != "name"}, **shared)
 
@@ -238,12 +230,11 @@ class SpeculativeConfig:
         """K, or the most that `auto` drafts."""
         if isinstance(self.num_speculative_tokens, int):
             return self.num_speculative_tokens
-        most = self.max_speculative_tokens
-        return _MOST_UNDER_AUTO if most is None else most
+        return 8 if self.max_speculative_tokens is None else self.max_speculative_tokens
 
     @property
     def lookup_sizes(self) -> tuple[int, int]:
-        """Shortest and longest n-gram to look up; the default of each depends on the other."""
+        """Shortest and longest n-gram to look up; each default depends on the other length."""
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is None:
             shortest = 2 if longest is None else min(2, longest)
@@ -251,10 +242,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str | Self | None) -> Self | None:
-        """A config from a dict, its JSON text, or an instance; None stays None.
-
-        In a dict, None means the default.
-        """
+        """A config from a dict (in which None means a default), its JSON text, or an instance."""
         if given is None or isinstance(given, cls):
             return given
         if isinstance(given, str):
@@ -272,7 +260,7 @@ class SpeculativeConfig:
 
 @contextmanager
 def of_drafter(index: int) -> Iterator[None]:
-    """Inside, a `ConfigError` about `speculative_config.x` names it
+    """In the body, a `ConfigError` about `speculative_config.x` becomes one about
     `speculative_config.drafters[index].x`."""
     try:
         yield
@@ -291,7 +279,7 @@ def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
     Args:
         where: prefix of names in errors.
         count: num_speculative_tokens, K.
-        options: `synthetic_acceptance_rate`, `_rates` and `_length`, None if not given.
+        options: the three by name, None if not given.
     """
     names = [name for name in _SYNTHETIC if options[name] is not None]
     remedy = "Rule `synthetic` takes exactly one of the three."

@@ -179,4 +179,4 @@ def _is_reproducible(request: Admission) -> bool:
 
     Then the choice may depend only on the request's own tokens.
     """
-    return request.shows_drafts and request.params.seed is not None
+    return request.depends_on_drafts and request.params.seed is not None

@@ -215,7 +215,7 @@ class Several(Drafter):
         if len(self.members) in used:
             used |= self._hybrid_members
         for number, member in enumerate(self.members):
-            member_requests = requests._replace(others=bool(used - {number}))
+            member_requests = requests._replace(has_other_drafters=bool(used - {number}))
             if (number in used or self._shares_blocks) and member.observes(member_requests):
                 yield number, member_requests
 

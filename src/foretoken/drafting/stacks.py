@@ -415,7 +415,7 @@ class LockstepDraftModel(_ModelDrafter):
 
     def observes(self, requests: StepRequests) -> bool:
         """False if this step's round of drafting has already computed the target's tokens."""
-        return requests.others or not (requests.most_drafts and _decodes(requests))
+        return requests.has_other_drafters or not (requests.most_drafts and _decodes(requests))
 
     def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """Compute the tokens that the target computed, other drafters' drafts included.

@@ -104,7 +104,7 @@ class Suffix(Drafter):
         if (number := self._num_shared.get(slot)) is None:
             request, length = self.slots.admitted[slot], int(self.slots.length_S[slot])
             self._output_start_S[slot] = max(request.num_prompt, length - 1)
-            may_depend = not request.shows_drafts or request.params.seed is None
+            may_depend = not request.depends_on_drafts or request.params.seed is None
             if request.params.cache_salt is not None:
                 self._salted.add(slot)
             uses_outputs = may_depend and slot not in self._salted

@@ -92,7 +92,7 @@ def test_only_stacks_with_a_rule_take_features(name: str) -> None:
     plain, drafting = stack(), feature_stack()
     with pytest.raises(ConfigError, match=r"`features` .* None without a `FeatureRule`"):
         load(name, plain).run(batch(), pool(plain), features=states())
-    with pytest.raises(ConfigError, match=r"`features` .* what rows begin with"):
+    with pytest.raises(ConfigError, match=r"`features` .* hidden states"):
         load(name, drafting).run(batch(), pool(drafting))
 
 

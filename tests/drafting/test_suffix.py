@@ -113,7 +113,7 @@ def naive(
     votes = [one for one, length in zip(ends, lengths, strict=True) if length == longest > 0]
     drafts: list[int] = []
     likely, expected = 1.0, 0.0
-    while len(drafts) < min(k, int(options.factor * longest)):
+    while len(drafts) < min(k, int(options.max_factor * longest)):
         i = len(drafts)
         read = [(t if texts else own + drafts, end + i) for t, end in votes]
         known = [(one, t[at]) for one, (t, at) in zip(votes, read, strict=True) if at < len(t)]
@@ -121,7 +121,7 @@ def naive(
             break
         [(best, count)] = Counter(token for _, token in known).most_common(1)
         likely *= count / len(known)
-        if likely < options.least:
+        if likely < options.min_product:
             break
         expected += likely
         drafts.append(best)
@@ -282,8 +282,8 @@ def test_a_seed_gives_the_same_text_after_any_other_requests(target: Path) -> No
     ("content", "message"),
     [
         (None, "No such file"),
-        (b"ab\xff", "Byte 2 is none"),
-        (b"", "one token at least. It is empty"),
+        (b"ab\xff", "Byte 2 is not UTF-8"),
+        (b"", "with a token. It is empty"),
     ],
 )
 def test_a_corpus_that_is_none_is_refused(
@@ -314,7 +314,7 @@ def test_the_plan_counts_what_is_kept(target: Path) -> None:
 
 def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     speculation = SpeculativeConfig(method="suffix")
-    with pytest.raises(ConfigError, match=r"draft_model, eagle3, ngram\. .*`ngram` runs on"):
+    with pytest.raises(ConfigError, match=r"draft_model, eagle3, ngram\. .*use `ngram` there"):
         find_drafter(speculation, on_host=False)
     monkeypatch.setattr("foretoken.drafting.suffix.unavailable", lambda _: "they were not built")
     with pytest.raises(ConfigError, match=r"kernels: they were not built\. `ngram` does not"):

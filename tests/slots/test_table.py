@@ -19,7 +19,7 @@ from foretoken.drafting.base import one_hot_block
 from foretoken.errors import IntegrityError
 from foretoken.ops import DraftBlock, Rule, Verdict, get_backend, unavailable
 from foretoken.ops.checks import check_attention_batch
-from foretoken.ops.paging import write_index
+from foretoken.ops.passes import write_index
 from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import ForwardBatch, StepTokens
 from foretoken.sampling.params import SamplingParams

@@ -72,11 +72,9 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each of a request's blocks, which are in order of position.
-
-        The last block is freed first, and so is evicted first: the fewest requests can share it. No
-        block is evicted before its child blocks.
-        """
+        """Drop one reference of each of a request's blocks, which are in order of position. The
+        last block is freed and evicted first, since the fewest requests can share it. No block is
+        evicted before its child blocks."""
         for block in reversed(blocks):
             if self._refs[block] <= 0:
                 raise IntegrityError(f"block {block} freed more often than it was taken")
@@ -115,13 +113,12 @@ class BlockPool:
             self._cached.pop(block, None)
 
     def enter(self, parent: Parent, tokens: Sequence[int], block: int) -> int:
-        """Enter a full, computed block into the prefix index; returns the serial of its content.
-
-        If the index has another block with this content, it keeps that block.
+        """Enter a full, computed block into the prefix index, unless the index has another block
+        with this content; returns the serial of the content.
 
         Args:
             parent: the serial of the request's block before this one, or the request's root.
-            tokens: the result of `key` for this block: its `block_size` tokens and the lookahead.
+            tokens: the result of `key` for this block.
         """
         if len(tokens) != self.block_size + self.lookahead or not self._refs[block]:
             raise IntegrityError(f"block {block} cannot be cached: not full, or without an owner")

@@ -6,16 +6,11 @@ the environment.
 
 from foretoken.config.checks import check_choice, check_int, check_number, from_environment, plain
 from foretoken.config.engine import BLOCK_SIZES, DTYPES, HOST_CACHE_GIB, EngineConfig
-from foretoken.config.speculative import (
-    AUTO,
-    HYBRID,
-    LOSSLESS_METHODS,
-    MAX_SPECULATIVE_TOKENS,
-    REJECTION_SAMPLE_METHODS,
-    SpeculativeConfig,
-    check_synthetic,
-    of_drafter,
-)
+
+from foretoken.config.speculative import (  # isort: skip
+    AUTO, HYBRID, LOSSLESS_METHODS, MAX_SPECULATIVE_TOKENS, REJECTION_SAMPLE_METHODS,
+    SpeculativeConfig, check_synthetic, of_drafter,
+)  # fmt: skip
 
 __all__ = [
     "AUTO", "BLOCK_SIZES", "DTYPES", "HOST_CACHE_GIB", "HYBRID", "LOSSLESS_METHODS",

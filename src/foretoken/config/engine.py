@@ -6,18 +6,13 @@ import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from foretoken.config.checks import (
-    check_choice,
-    check_int,
-    check_model,
-    check_number,
-    check_revision,
-    make_plain,
-    plain,
-)
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.errors import ConfigError
 from foretoken.foreign import ENGINE_OPTIONS, RENAMED, names_checked
+
+from foretoken.config.checks import (  # isort: skip
+    check_choice, check_int, check_model, check_number, check_revision, make_plain, plain,
+)  # fmt: skip
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}

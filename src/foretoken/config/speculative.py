@@ -9,16 +9,12 @@ from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from typing import Any, Self
 
-from foretoken.config.checks import (
-    check_choice,
-    check_int,
-    check_model,
-    check_number,
-    check_revision,
-    make_plain,
-)
 from foretoken.errors import ConfigError, check_known_keys
 from foretoken.foreign import SPECULATIVE_FIELDS, names_checked, without_foreign
+
+from foretoken.config.checks import (  # isort: skip
+    check_choice, check_int, check_model, check_number, check_revision, make_plain,
+)  # fmt: skip
 
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 LOSSLESS_METHODS = ("standard", "block", "coupled")
@@ -274,13 +270,8 @@ _SYNTHETIC = tuple(f"synthetic_acceptance_{kind}" for kind in ("rate", "rates", 
 
 
 def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` unless exactly one of the three options is given, and in range.
-
-    Args:
-        where: prefix of names in errors.
-        count: num_speculative_tokens, K.
-        options: the three by name, None if not given.
-    """
+    """Raise `ConfigError`, with names after `where`, unless exactly one of the three options is
+    given (not None) and in range for K = `count`."""
     names = [name for name in _SYNTHETIC if options[name] is not None]
     remedy = "Rule `synthetic` takes exactly one of the three."
     if not names:
@@ -301,7 +292,6 @@ def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
 
 
 def _check_rates(field: str, rates: Any, count: int) -> None:
-    """Raise `ConfigError` unless `rates` are `count` numbers in [0, 1] that never rise."""
     if not isinstance(rates, Sequence) or isinstance(rates, str) or len(rates) != count:
         bound = f"a list of num_speculative_tokens = {count} numbers in [0, 1]"
         raise ConfigError(field, rates, bound)

@@ -43,10 +43,8 @@ def unavailable(name: str) -> str | None:
 
 
 def get_backend(name: str, *, deterministic: bool = False) -> Backend:
-    """Load a backend by name; `ConfigError` if there is none, or if it cannot run here.
-
-    deterministic: see `EngineConfig.deterministic`
-    """
+    """Load a backend by name (`deterministic`: see `EngineConfig`); `ConfigError` if there is no
+    such backend, or if it cannot run here."""
     if (reason := unavailable(name)) is not None:
         raise ConfigError("backend", name, "one that runs here", f"This one cannot: {reason}.")
     return _load(name, deterministic)

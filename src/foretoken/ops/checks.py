@@ -329,10 +329,8 @@ def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
 def _check_slots(
     name: str, slot_N: Tensor, params: SlotParams, logits: Tensor, shape: tuple[int | Letter, ...]
 ) -> AbstractSet[int]:
-    """Check slots and parameters, on the host also their values.
-
-    Returns the rules of these slots; nothing on a device, where values are not read.
-    """
+    """Check slots and parameters, on the host also their values, and return the rules of these
+    slots; no rules on a device, where values are not read."""
     check_tensor(name, slot_N, shape, INT64, logits.device)
     check_params(params, logits.device)
     if not slot_N.is_cpu or slot_N.shape[0] == 0:
@@ -453,9 +451,8 @@ def check_draft_round(
     check_tensor("drafting.num_B", num_B, length_B.shape, INT64, contiguous=True)
     check_params(drafting.params, slot_B.device)
     last, nums = drafting.params.key_S.shape[0] - 1, num_B.tolist()
-    for slot in slot_B.tolist():
-        if not 0 <= slot <= last:
-            raise ConfigError("drafting.slot_B", slot, f"in 0..{last}, the slots of `params`")
+    bound = f"in 0..{last}, the slots of `params`"
+    check_between("drafting.slot_B", slot_B.tolist(), 0, last, bound)
     for num, length in zip(nums, length_B.tolist(), strict=True):
         end = room - length + 1
         if not least <= num <= end:

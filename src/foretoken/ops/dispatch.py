@@ -192,29 +192,28 @@ class Backend:
 
     def stock_stack(self, stack: Stack) -> LoadedStack:
         """`load_stack` in stock operators, with this backend's `attention`."""
+        from foretoken.ops.backends.torch.stack import StockStack
+
         checks.check_stack(stack)
-        loaded: LoadedStack = self._stock.StockStack(stack, self._kernels.attention)
-        return loaded
+        return StockStack(stack, self._kernels.attention)
 
     def multiply(self, x: Tensor, linear: Linear) -> Tensor:
         """The product of x [..., in] with a layer, which may be from `pack`: [..., out]."""
-        product: Tensor = self._stock.multiply(x, linear)
-        return product
+        from foretoken.ops.backends.torch.stack import multiply
+
+        return multiply(x, linear)
 
     def pack_pays(self, weights: Sequence[Tensor]) -> bool:
         """Whether linear layers with these weights are faster in the layout of `pack`."""
-        return bool(self._stock.pays(weights))
+        from foretoken.ops.backends.torch.stack import pays
+
+        return pays(weights)
 
     def pack(self, linear: Linear) -> Linear:
         """The layer in a layout that `multiply` reads faster if `pack_pays`."""
-        packed: Linear = self._stock.packed(linear)
-        return packed
+        from foretoken.ops.backends.torch.stack import packed
 
-    @property
-    def _stock(self) -> Any:
-        from foretoken.ops.backends.torch import stack
-
-        return stack
+        return packed(linear)
 
     def steps(self, state: SlotState) -> Steps:
         """The functions on an engine's slots, which do not check their arguments."""

@@ -140,11 +140,9 @@ def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy a large host tensor to a contiguous tensor of the same shape, and wait for the copy.
-
-    The driver's own copies, from memory that is not pinned, take twice as long (15 GiB to an H100:
-    2.5 s against 1.3 s; notes of `loading_gpu.json`).
-    """
+    """Copy a large host tensor to a contiguous tensor of the same shape, and wait for the copy. The
+    driver's own copies, from memory that is not pinned, take twice as long (15 GiB to an H100:
+    2.5 s against 1.3 s; notes of `loading_gpu.json`)."""
     if target.device.type == "cpu":
         target.copy_(source)
         return

@@ -26,12 +26,12 @@ class RuleInputs:
 
     log_p_BK: log p(x_i); -inf where the target gives the draft no mass (or is not finite)
     log_q_BK: log q(x_i); 0 for a one-hot q; -inf if q = 0 everywhere: after the request's last
-              draft, for a placeholder, and for a draft row that is not finite. Such a draft is
-              never accepted, nor is any draft after it.
+        draft, for a placeholder, and for a draft row that is not finite. Such a draft is never
+        accepted, nor is any draft after it.
     log_u_BK: log of the acceptance uniform
     synthetic_rate_K: c_i, the rates of SYNTHETIC; None if no request is under it
     residual_mass_BK: S_{i-1} = sum_x max(w p(x) - q(x), 0) of the row that decides x_i, with the
-              weight w_{i-1} from `weights`; read by BLOCK only
+        weight w_{i-1} from `weights`; read by BLOCK only
 
     p and q are one-hot at T=0, and under COUPLED, where p is the target's own draw: log p is 0 or
     -inf, log q is 0 and the decision does not depend on u.
@@ -49,16 +49,14 @@ Decide = Callable[[RuleInputs], Tensor]
 
 
 def log_ratio(x: RuleInputs) -> Tensor:
-    """log p(x_i) - log q(x_i), -inf where q = 0 everywhere.
-
-    Where p = q it is exactly 0, so that a draft equal to the target is accepted for every u < 1.
-    """
+    """log p(x_i) - log q(x_i), -inf where q = 0 everywhere; exactly 0 where p = q, so that the
+    draft is then accepted for every u < 1."""
     return (x.log_p_BK - x.log_q_BK).masked_fill_(x.log_q_BK.isneginf(), -torch.inf)
 
 
 def standard(x: RuleInputs) -> Tensor:
-    """Accept x_i while u_i < p(x_i) / q(x_i); w = 1 (algorithm 1 of Leviathan et al. 2023, algorithm
-    2 of Chen et al. 2023)."""
+    """Accept x_i while u_i < p(x_i) / q(x_i); w = 1. Leviathan et al. 2023, algorithm 1; Chen et
+    al. 2023, algorithm 2."""
     return (x.log_u_BK < log_ratio(x)).cumprod(dim=1).bool()
 
 

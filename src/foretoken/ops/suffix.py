@@ -112,9 +112,7 @@ def propose(
     commonest continuation of the longest suffix of the request that occurred there before. The
     drafts are the candidate with the largest expected number of accepted drafts.
 
-    Args:
-        slot_indexes: indexes of the slots' texts. New tokens of a slot, except the last one, are
-            added first.
+    New tokens of a slot, except the last one, are first added to `slot_indexes`.
 
     Returns:
         The drafts, int64 [B, requests.most], -1 after a request's last draft; the number of drafts,

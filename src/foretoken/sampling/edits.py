@@ -27,11 +27,10 @@ class PackedEdits(NamedTuple):
     """`ops.Edits` as arrays on the host. Rows are numbered within their request, because row
     numbers in the batch depend on the numbers of drafts.
 
-    Attributes:
-        row_4E: int64, for each edited row: the index d of the deciding request, the row within this
-            request, its number of entries, and the index of its mask (-1: no mask).
-        mask_RW: int32; None: no row has a mask.
-        token_M, bias_M, repetition_M, subtract_M: entries, row by row.
+    row_4E: int64, for each edited row: the index d of the deciding request, the row within this
+        request, its number of entries, and the index of its mask (-1: no mask).
+    mask_RW: int32; None: no row has a mask.
+    token_M, bias_M, repetition_M, subtract_M: entries, row by row.
     """
 
     row_4E: Array

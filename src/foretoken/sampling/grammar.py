@@ -27,7 +27,7 @@ from foretoken.errors import RequestError
 from foretoken.sampling.structured import ANY_OBJECT, FIELD, as_text
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 Array = NDArray[Any]
 
@@ -47,27 +47,11 @@ _THREADS = 2  # llguidance releases Python's lock, so a slow grammar does not de
 _CACHED = 128  # compiled grammars that an engine keeps although no request uses them
 
 
-def _limits() -> LLParserLimits:
-    """Limits tighter than llguidance's defaults, with which hostile grammars made steps long or
-    memory grow.
-
-    A mask may take 100 000 units of lexer fuel (7 ms by llguidance's figures) and 20 000 items
-    (1 ms). A matcher may have 16 384 lexer states, which take 32 MB.
-    """
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=16_384,
-        max_grammar_size=200_000, verbose_errors=False,
-    )  # fmt: skip
-
-
 class Grammar:
     """A grammar compiled for one engine's tokens: `structured_outputs` of an admitted request.
 
-    Attributes:
-        source: the `structured_outputs` that the grammar was compiled from.
-        num_tokens: number of token ids that the masks cover; larger ids are not the tokenizer's.
+    source: the `structured_outputs` that the grammar was compiled from.
+    num_tokens: number of token ids that the masks cover; larger ids are not the tokenizer's.
     """
 
     def __init__(
@@ -92,11 +76,8 @@ class Matcher:
         self._num_ahead = 0
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Advance over emitted tokens. Tokens after the end of the grammar are ignored.
-
-        Raises:
-            RequestError: the grammar does not allow these tokens, or it is too complex.
-        """
+        """Advance over emitted tokens, except those after the end of the grammar; `RequestError` if
+        the grammar does not allow them or is too complex."""
         self.rewind()
         num_consumed = self.state.try_consume_tokens([*token_ids])
         if num_consumed < len(token_ids) and not self.is_finished:
@@ -188,9 +169,8 @@ def fill_ahead(
 class Compilation:
     """The compilation of one grammar: queued, running or done.
 
-    Attributes:
-        start_time: when it was queued; once it `has_begun`, when it began (`time.monotonic`).
-        future: the compiled grammar, or the error.
+    start_time: when it was queued; once it `has_begun`, when it began (`time.monotonic`).
+    future: the compiled grammar, or the error.
     """
 
     def __init__(self) -> None:
@@ -207,10 +187,8 @@ class Compilers:
         finalize(self, _end_threads, self._submitted)
 
     def submit(self, work: Callable[..., None], *args: Any) -> None:
-        """Run `work(*args)`, which must not raise, later in one of the threads.
-
-        Only one thread may call `submit` at a time.
-        """
+        """Run `work(*args)`, which must not raise, later in one of the threads. Only one thread may
+        call `submit` at a time."""
         if self._num_threads < _THREADS:
             self._num_threads += 1
             name, thread_args = "foretoken-grammar", (self._submitted,)
@@ -255,7 +233,7 @@ class Grammars:
         self._compilers = compilers or Compilers()
         self._known = WeakValueDictionary[str, Compilation]()  # by JSON of `structured_outputs`
         self._recent = OrderedDict[str, Compilation]()  # strong references, the latest last
-        self._last_start_time = 0.0  # when the latest compilation began
+        self._last_start = 0.0  # when the latest compilation began
         self._entries_lock, self._native_lock = Lock(), Lock()
         self._native: tuple[LLTokenizer, LLExecutor] | None = None
 
@@ -273,10 +251,8 @@ class Grammars:
         keeps the result, the grammar is not compiled again. A compilation that no caller keeps when
         it reaches the head of the queue is dropped.
         """
-        return None if outputs is None or isinstance(outputs, Grammar) else self._entry(outputs)
-
-    def _entry(self, outputs: dict[str, Any]) -> Compilation:
-        """The compilation of these `structured_outputs`, queued if it is new."""
+        if outputs is None or isinstance(outputs, Grammar):
+            return None
         key = json.dumps(outputs)
         with self._entries_lock:
             entry = self._known.get(key)
@@ -309,21 +285,16 @@ class Grammars:
     def seconds_left(self, entry: Compilation) -> float:
         """The seconds that a compilation may still take, 0 once it is done. A queued one gets its
         full time again whenever another compilation begins."""
-        start = (
-            entry.start_time if entry.has_begun else max(entry.start_time, self._last_start_time)
-        )
+        start = entry.start_time if entry.has_begun else max(entry.start_time, self._last_start)
         left = start + self.seconds - time.monotonic()
         return 0.0 if entry.future.done() else left
 
     def compiled(self, outputs: Any) -> Grammar | None:
-        """The compiled grammar of `structured_outputs`, without waiting.
-
-        Raises:
-            RequestError: they cannot be compiled, or were not compiled in time (`seconds_left`).
-        """
-        if outputs is None or isinstance(outputs, Grammar):
-            return outputs
-        entry = self._entry(outputs)
+        """The compiled grammar of `structured_outputs`, without waiting; `RequestError` if it could
+        not be compiled, or not in time (`seconds_left`)."""
+        if (entry := self.begin(outputs)) is None:
+            grammar: Grammar | None = outputs
+            return grammar
         if not entry.future.done():
             raise _grammar_error(outputs, f"compiled within {self.seconds:g} s")
         result = entry.future.result()
@@ -336,7 +307,7 @@ class Grammars:
         entry = entry_ref()
         if entry is None:  # no caller keeps it
             return
-        self._last_start_time = entry.start_time = time.monotonic()
+        self._last_start = entry.start_time = time.monotonic()
         entry.has_begun = True
         try:
             with self._native_lock:
@@ -353,11 +324,8 @@ class Grammars:
             self._keep(key, entry)
 
     def _load(self, outputs: dict[str, Any]) -> tuple[LLTokenizer, LLExecutor]:
-        """llguidance's form of the tokenizer, and the threads in which it fills masks.
-
-        Raises:
-            RequestError: llguidance, a tokenizer or an end-of-text token is missing.
-        """
+        """llguidance's form of the tokenizer, and the threads in which it fills masks;
+        `RequestError` if llguidance, a tokenizer or an end-of-text token is missing."""
         try:
             from llguidance import LLExecutor
             from llguidance.hf import from_tokenizer
@@ -379,7 +347,7 @@ class Grammars:
 
 def _compile(outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -> Grammar:
     """Compile checked `structured_outputs`; `RequestError` if llguidance refuses them."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
     [(kind, value)] = outputs.items()
     if kind == "regex":
@@ -392,7 +360,14 @@ def _compile(outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor)
     else:
         schema = value if kind == "json" else as_text(kind, ANY_OBJECT)
         text = LLMatcher.grammar_from_json_schema(schema)
-    start = LLMatcher(tokens, text, log_level=0, limits=_limits())
+    # With llguidance's own, looser limits, hostile grammars made steps long or memory grow. A mask
+    # may take 100 000 units of lexer fuel (7 ms by llguidance's figures) and 20 000 items (1 ms), a
+    # matcher 16 384 lexer states (32 MB).
+    limits = LLParserLimits(
+        step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=16_384,
+        max_grammar_size=200_000, verbose_errors=False,
+    )  # fmt: skip
+    start = LLMatcher(tokens, text, log_level=0, limits=limits)
     if not start.is_error():
         # Some grammars that are too complex, or match no text, fail only at their first mask.
         start.compute_bitmask()

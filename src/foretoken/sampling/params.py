@@ -100,10 +100,9 @@ class RequestOutputKind(Enum):
 class StructuredOutputsParams:
     """`SamplingParams.structured_outputs` as an object instead of a map.
 
-    Attributes:
-        json, regex, choice, grammar, json_object: as in that map; exactly one is not None.
-        disable_any_whitespace, disable_additional_properties, whitespace_pattern, structural_tag:
-            options of vLLM, which are accepted or refused as in that map.
+    json, regex, choice, grammar, json_object: as in that map; exactly one is not None.
+    disable_any_whitespace, disable_additional_properties, whitespace_pattern, structural_tag:
+        options of vLLM, which are accepted or refused as in that map.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -351,16 +350,9 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether this request's logits are edited (bias, bans, penalties) before temperature."""
-        return bool(
-            self.logit_bias
-            or self.structured_outputs is not None
-            or self.allowed_token_ids is not None
-            or self.min_tokens
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.bad_words
-        )
+        restricts = self.structured_outputs is not None or self.allowed_token_ids is not None
+        penalizes = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(restricts or penalizes or self.logit_bias or self.min_tokens or self.bad_words)
 
 
 _FLAGS = (

@@ -26,11 +26,8 @@ ANY_OBJECT = {"type": "object"}
 
 
 def read_structured_outputs(outputs: Any) -> dict[str, Any]:
-    """A checked, independent copy with exactly one key; `RequestError` for a bad key or value.
-
-    The value of `json` becomes the text of a schema, which states the white space: none, unless
-    `outputs` allow it.
-    """
+    """A checked, independent copy with exactly one key; `RequestError` for a bad key or value. The
+    value of `json` becomes the text of a schema, without white space unless `outputs` allow it."""
     if not isinstance(outputs, Mapping):
         raise RequestError(FIELD, outputs, f"a map with one of the keys {', '.join(_READERS)}")
     check_known_keys(FIELD, outputs, (*_READERS, *WHITE_SPACE, *_UNSUPPORTED), RequestError)
@@ -70,10 +67,8 @@ def _white_space(kind: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
-    """The text of a JSON schema, which is a map or JSON text, for llguidance.
-
-    `white_space` has llguidance's options; they take precedence over options in the schema.
-    """
+    """The text for llguidance of a JSON schema, which is a map or JSON text. `white_space` has
+    llguidance's options, which take precedence over options in the schema."""
     try:
         if isinstance(value, str):
             value = json.loads(value)
@@ -125,24 +120,12 @@ _UNSUPPORTED = {
 """Options of vLLM that are refused, and the remedy."""
 
 _LACKING: dict[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,),
-    "unevaluatedProperties": (True, {}),
-    "unevaluatedItems": (True, {}),
-    "propertyNames": (True, {}, {"type": "string"}),
-    "contains": (),
-    "minContains": (),
-    "maxContains": (),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "dependencies": ({},),
-    "if": (),
-    "not": (False,),
-    "$dynamicRef": (),
-    "$recursiveRef": (),
-    "divisibleBy": (),
-    "extends": (),
-    "disallow": (),
-}
+    "uniqueItems": (False,), "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}, {"type": "string"}), "contains": (), "minContains": (),
+    "maxContains": (), "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
+    "if": (), "not": (False,), "$dynamicRef": (), "$recursiveRef": (), "divisibleBy": (),
+    "extends": (), "disallow": (),
+}  # fmt: skip
 """Keywords that llguidance lacks, each with the values with which it changes nothing."""
 # A keyword on the left means the same as the one on the right, unless the schema also has an
 # applicator: a keyword with schemas for the same value, which may evaluate members, too.
@@ -161,12 +144,10 @@ _GUIDANCE = "x-guidance"  # where llguidance reads options in a schema
 
 
 def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
-    """A schema's text for llguidance, to be used alone or within a grammar.
+    """The text of the schema `name` for llguidance, to be used alone or within a grammar.
 
-    Args:
-        name: of the schema, for errors.
-        white_space: llguidance's options for white space. The schema's own `x-guidance` takes
-            precedence. Without either, JSON has no white space.
+    The schema's options `x-guidance` take precedence over llguidance's options `white_space`.
+    Without either, JSON has no white space.
 
     Raises:
         RequestError: a keyword cannot be expressed in a grammar; the error says where it is.

@@ -30,8 +30,7 @@ def conditional_rates(
 ) -> tuple[float, ...]:
     """The conditional rates c_0..c_{K-1}, K = `num_speculative_tokens`, from one of the options.
 
-    As a float64 tensor this is `VerifyBatch.synthetic_rate_K`. Exactly one of the three options
-    must be set.
+    As a float64 tensor this is `VerifyBatch.synthetic_rate_K`.
 
     Args:
         synthetic_acceptance_rate: r in [0, 1], the mean of all joint_i. The rates decay: c_i = c_0
@@ -44,7 +43,7 @@ def conditional_rates(
             variance of the accepted length.
 
     Raises:
-        ConfigError: no option is set, or two are, or one is out of range; the error names it.
+        ConfigError: not exactly one option is set, or it is out of range; the error names it.
 
     Example:
         >>> from foretoken.sampling import conditional_rates, joint_rates

@@ -38,12 +38,11 @@ NONE = -1
 class Admission(NamedTuple):
     """The state of a request that gets a slot; `StepPlan.new_blocks` has the request's blocks.
 
-    Attributes:
-        key: the 64-bit key of the request's noise.
-        token_ids: known tokens, of which the first `num_prompt` are the prompt.
-        limit: most tokens that the request may have, prompt included.
-        num_computed: number of leading tokens with K/V in the cache.
-        drafter: the number of the request's drafter.
+    key: the 64-bit key of the request's noise.
+    token_ids: known tokens, of which the first `num_prompt` are the prompt.
+    limit: most tokens that the request may have, prompt included.
+    num_computed: number of leading tokens with K/V in the cache.
+    drafter: the number of the request's drafter.
     """
 
     slot: int
@@ -72,17 +71,16 @@ class Admission(NamedTuple):
 class StepInput(NamedTuple):
     """Requests of one step, in batch order.
 
-    Attributes:
-        slot_B: the requests' slots.
-        num_tokens_B: known tokens to compute.
-        max_drafts_B: most drafts to verify after the known tokens. The true number K_b is smaller
-            if the request may have fewer tokens, or if the drafter makes fewer.
-        decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
-        num_logprobs_B: how many of the likeliest tokens to report with each drawn token; NONE: no
-            log-probabilities.
-        num_prompt_logprobs_B: how many to report with each token of the prompt; these reports need
-            the logits of all rows.
-        traces_B: whether to report the evidence of the decisions.
+    slot_B: the requests' slots.
+    num_tokens_B: known tokens to compute.
+    max_drafts_B: most drafts to verify after the known tokens. The true number K_b is smaller if
+        the request may have fewer tokens, or if the drafter makes fewer.
+    decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
+    num_logprobs_B: how many of the likeliest tokens to report with each drawn token; NONE: no
+        log-probabilities.
+    num_prompt_logprobs_B: how many to report with each token of the prompt; these reports need the
+        logits of all rows.
+    traces_B: whether to report the evidence of the decisions.
     """
 
     slot_B: Sequence[int] = ()
@@ -136,13 +134,12 @@ NO_STEP = StepInput()
 class StepPlan(NamedTuple):
     """A step, and the changes of slots and blocks before the step, in the order of the fields.
 
-    Attributes:
-        released: slots of requests that ended or were preempted.
-        admissions: requests that are new to their slots.
-        new_blocks: (slot, first column, block ids): entries to append to block tables.
-        fresh_blocks: blocks with a new owner, which still have the data of the last one.
-        step: the requests to compute. If there are none, the rest of the plan is still applied.
-        timed: whether to time the phases of the step; `StepResult` has the times.
+    released: slots of requests that ended or were preempted.
+    admissions: requests that are new to their slots.
+    new_blocks: (slot, first column, block ids): entries to append to block tables.
+    fresh_blocks: blocks with a new owner, which still have the data of the last one.
+    step: the requests to compute. If there are none, the rest of the plan is still applied.
+    timed: whether to time the phases of the step; `StepResult` has the times.
     """
 
     released: Sequence[int] = ()
@@ -156,12 +153,11 @@ class StepPlan(NamedTuple):
 class StepShape(NamedTuple):
     """Everything that a captured step depends on besides tensors.
 
-    Attributes:
-        size: requests, padding included; all of them decode.
-        most_drafts: columns of drafts.
-        has_filters, rules: as in `SlotParams`.
-        samples: whether any request draws at random, so that the drafts' q is kept.
-        drafters: numbers of the drafters that the step's requests may have.
+    size: requests, padding included; all of them decode.
+    most_drafts: columns of drafts.
+    has_filters, rules: as in `SlotParams`.
+    samples: whether any request draws at random, so that the drafts' q is kept.
+    drafters: numbers of the drafters that the step's requests may have.
     """
 
     size: int
@@ -175,20 +171,19 @@ class StepShape(NamedTuple):
 class StepRequests(NamedTuple):
     """The requests of a step as tensors on the slots' device. Numbers of drafts are upper bounds.
 
-    Attributes:
-        step: the same requests as Python numbers.
-        params: the parameters of all slots; the flags hold for this step.
-        drafters: numbers of the drafters that the step's requests may have.
-        slot_B, num_tokens_B: int64; slots and known tokens to compute. After the requests of `step`
-            there may be padding: the spare slot, with one token and no drafts.
-        slot_D, max_drafts_D: int64; slots and most drafts of the deciding requests.
-        decider_B: int64; the index d of each request among the deciding requests, or -1 if it does
-            not decide. None: all requests decide, in order.
-        most_drafts: the most drafts of any request.
-        samples: False: no request draws at random; True: some may.
-        shape: the shape of a captured step; None: the step runs operator by operator.
-        has_other_drafters: for a drafter that observes the step: whether another drafter may have
-            made some of the drafts.
+    step: the same requests as Python numbers.
+    params: the parameters of all slots; the flags hold for this step.
+    drafters: numbers of the drafters that the step's requests may have.
+    slot_B, num_tokens_B: int64; slots and known tokens to compute. After the requests of `step`
+        there may be padding: the spare slot, with one token and no drafts.
+    slot_D, max_drafts_D: int64; slots and most drafts of the deciding requests.
+    decider_B: int64; the index d of each request among the deciding requests, or -1 if it does not
+        decide. None: all requests decide, in order.
+    most_drafts: the most drafts of any request.
+    samples: False: no request draws at random; True: some may.
+    shape: the shape of a captured step; None: the step runs operator by operator.
+    has_other_drafters: for a drafter that observes the step: whether another drafter may have made
+        some of the drafts.
     """
 
     step: StepInput
@@ -209,9 +204,8 @@ class StepRequests(NamedTuple):
 class OpenStep:
     """A step after the launch of drafting and of the target's pass, before verification.
 
-    Attributes:
-        tokens: which tokens of each request the target computes.
-        seconds: the host's time for the step so far.
+    tokens: which tokens of each request the target computes.
+    seconds: the host's time for the step so far.
     """
 
     requests: StepRequests
@@ -235,17 +229,16 @@ class OpenStep:
 class Outcome(NamedTuple):
     """The result of a step for one request, on the host.
 
-    Attributes:
-        token_ids: accepted drafts and the one token after them; empty within a prefill.
-        num_drafts, num_accepted: drafts that were verified, and how many of them were accepted.
-        is_finite: False if there is no token after the accepted drafts. Then the target's logits
-            were not finite, or, if `bans_all`, the request's own parameters ban every token.
-        fault: an exception raised by work for this request only; the tokens must not be used.
-        logprobs: one row per token, if requested.
-        prompt_logprobs: if requested, one row for each prompt token that follows a token computed
-            in this step.
-        drafter: number of the drafter that made the drafts; None: the one that the request names.
-        evidence: this request's row of each tensor in `Evidence`, if requested.
+    token_ids: accepted drafts and the one token after them; empty within a prefill.
+    num_drafts, num_accepted: drafts that were verified, and how many of them were accepted.
+    is_finite: False if there is no token after the accepted drafts. Then the target's logits were
+        not finite, or, if `bans_all`, the request's own parameters ban every token.
+    fault: an exception raised by work for this request only; the tokens must not be used.
+    logprobs: one row per token, if requested.
+    prompt_logprobs: if requested, one row for each prompt token that follows a token computed in
+        this step.
+    drafter: number of the drafter that made the drafts; None: the one that the request names.
+    evidence: this request's row of each tensor in `Evidence`, if requested.
     """
 
     token_ids: list[int]
@@ -270,22 +263,21 @@ class Outcome(NamedTuple):
 class StepResult:
     """What a step computed. Only its methods wait. Later steps overwrite nothing but `aux`.
 
-    Attributes:
-        step: the requests of the step.
-        packet: the numbers that `Steps.advance` returns.
-        num_padded: how many requests in the packet are padding; all of these decide.
-        faults: by slot, exceptions of drafting for one request only.
-        source_D: numbers of the drafters that made the drafts; None: those that the requests name.
-        is_finite_N: whether each deciding row was finite before edits; None: edits made no row
-            non-finite.
-        logprobs: for each deciding request that wants log-probabilities, `num_drafts + 1` rows,
-            padded to the same number for all; then rows of prompts. None: no request wants any.
-        evidence: the `Evidence` of the requests that want it; None: no request does.
-        seconds: the host's time for the step in the runner.
-        events: (phase, event) for each event recorded on a GPU.
-        phases: seconds of each phase, if timed.
-        aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of the
-            batch; overwritten by the next step.
+    step: the requests of the step.
+    packet: the numbers that `Steps.advance` returns.
+    num_padded: how many requests in the packet are padding; all of these decide.
+    faults: by slot, exceptions of drafting for one request only.
+    source_D: numbers of the drafters that made the drafts; None: those that the requests name.
+    is_finite_N: whether each deciding row was finite before edits; None: edits made no row
+        non-finite.
+    logprobs: for each deciding request that wants log-probabilities, `num_drafts + 1` rows, padded
+        to the same number for all; then rows of prompts. None: no request wants any.
+    evidence: the `Evidence` of the requests that want it; None: no request does.
+    seconds: the host's time for the step in the runner.
+    events: (phase, event) for each event recorded on a GPU.
+    phases: seconds of each phase, if timed.
+    aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of the
+        batch; overwritten by the next step.
     """
 
     step: StepInput = NO_STEP
@@ -377,11 +369,7 @@ def encode(message: StepPlan | PackedEdits) -> bytes:
 
 
 def decode(data: bytes, compile_grammar: Callable[[Any], Grammar | None]) -> StepPlan | PackedEdits:
-    """The message that `encode` wrote.
-
-    Args:
-        compile_grammar: compiles a grammar from its source, in the reading process.
-    """
+    """The message that `encode` wrote; `compile_grammar` compiles a grammar from its source."""
     message = json.loads(data)
     if "edits" in message:
         row_4E, mask_RW, *entries = map(_array_from_json, message["edits"])

@@ -49,11 +49,10 @@ value keeps only the likeliest token."""
 class SlotSizes(NamedTuple):
     """The sizes of a table.
 
-    Attributes:
-        num_slots: most requests that run at the same time.
-        max_tokens, max_drafts: most tokens and drafts of a request.
-        num_blocks: columns of a block table.
-        spare_block: the cache block of the spare slot.
+    num_slots: most requests that run at the same time.
+    max_tokens, max_drafts: most tokens and drafts of a request.
+    num_blocks: columns of a block table.
+    spare_block: the cache block of the spare slot.
     """
 
     num_slots: int
@@ -110,23 +109,16 @@ class SlotTable:
             # The last column of tokens is never read.
             torch.zeros(count, width, dtype=torch.int32, device=device),
             torch.full(blocks, sizes.spare_block, dtype=torch.int64, device=device),
-            length_S=column(1),
-            computed_S=column(0),
-            limit_S=column(1),
-        )
+            length_S=column(1), computed_S=column(0), limit_S=column(1),
+        )  # fmt: skip
         self.steps = steps_of(self.state)
         self.drafter_S = column(0)
         self.params = SlotParams(
-            key_S=column(0),
-            temperature_S=column(1, torch.float32),
-            top_k_S=column(0),
-            top_p_S=column(1, torch.float32),
-            min_p_S=column(0, torch.float32),
-            rule_S=column(0),
-            has_filters=False,
-            rules=frozenset(),
+            key_S=column(0), temperature_S=column(1, torch.float32), top_k_S=column(0),
+            top_p_S=column(1, torch.float32), min_p_S=column(0, torch.float32), rule_S=column(0),
+            has_filters=False, rules=frozenset(),
             values_fit=True,  # `SamplingParams` has checked them
-        )
+        )  # fmt: skip
         self.drafters = frozenset[int]()
         self.admitted: dict[int, Admission] = {}
         self._inputs: dict[int, Tensor] = {}  # of captured steps, by padded size
@@ -306,18 +298,16 @@ class SlotTable:
         size_B, size_D = len(requests.slot_B), len(requests.slot_D)
         num_padded = size_B - len(step.slot_B)  # padding computes one token each
         num_tokens = sum(step.num_tokens_B) + num_padded
-        queries = [n + most * d for n, d in zip(step.num_tokens_B, step.decides_B, strict=True)]
-        sizes = PackSizes(
-            num_tokens + size_D * most, size_D * (most + 1), max(queries, default=1 + most)
-        )
+        counts = [n + most * d for n, d in zip(step.num_tokens_B, step.decides_B, strict=True)]
+        num_rows, queries = size_D * (most + 1), max(counts, default=1 + most)
+        sizes = PackSizes(num_tokens + size_D * most, num_rows, queries)
         batch = self.steps.pack(tokens, sizes, block_size)
         prompts = step.reported_prompts_B
         if not prompts:
             return batch
         start_B1, num_deciding = batch.attention.query_start_B1, len(batch.logit_row_N)
-        row_P = [
-            start_B1[b] + torch.arange(step.num_tokens_B[b], device=self.device) for b in prompts
-        ]
+        offsets = [torch.arange(step.num_tokens_B[b], device=self.device) for b in prompts]
+        row_P = [start_B1[b] + offset for b, offset in zip(prompts, offsets, strict=True)]
         row_N = torch.cat([batch.logit_row_N, *row_P])
         if len(row_N) == len(batch.token_T):
             # T rows would mean all tokens in order (`ForwardBatch`): add a row that is never read.

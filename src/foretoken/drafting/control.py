@@ -162,18 +162,18 @@ class Curve(NamedTuple):
 class StepCosts:
     """Seconds of a step, from the measurements at start and from the steps since.
 
-    Measured steps deviate from the table in two ways. A deviation of all steps, `off` (the machine
-    is busy, contexts are long), changes no choice of K; it is learned quickly. Deviations by number
-    of drafts and batch size are learned slowly, within bounds, and decay.
+    Measured steps deviate from the table in two ways. A slowdown of all steps (the machine is busy,
+    contexts are long) changes no choice of K; it is learned quickly. Deviations by number of drafts
+    and batch size are learned slowly, within bounds, and decay.
     """
 
-    _QUICK, _SLOW = 0.2, 0.03  # rates of learning of `off`, and of a deviation
+    _QUICK, _SLOW = 0.2, 0.03  # rates of learning of the slowdown, and of a deviation
     _DECAY = 0.995  # of deviations, per step
     _MOST_PER_STEP, _MOST = log(1.25), log(1.2)  # bounds of a step's surprise, and of a deviation
 
     def __init__(self, table: StepTable) -> None:
         self.table = table
-        self.off = 0.0  # log (measured / expected seconds)
+        self.log_slowdown = 0.0  # log (measured / expected seconds)
         self._host: float | None = None  # seconds of the host's work for one request in one step
         self._deviations: dict[int, Array] = {}
 
@@ -191,12 +191,12 @@ class StepCosts:
         )  # fmt: skip
 
     def learn(self, batch: int, per_request: float, expected: float, measured: float) -> None:
-        """Update `off` and the deviations from a step with `per_request` drafts per request on
-        average, and its seconds: as `expected` by `curve` (without `off`), and as measured."""
+        """Update the slowdown and the deviations from a step with `per_request` drafts per request
+        on average: from its `measured` seconds, and the `expected` ones of `curve`."""
         deviation_K1 = self._deviation(batch)
-        gap = log(max(measured, 1e-9) / max(expected, 1e-9)) - self.off
+        gap = log(max(measured, 1e-9) / max(expected, 1e-9)) - self.log_slowdown
         gap = min(max(gap, -self._MOST_PER_STEP), self._MOST_PER_STEP)
-        self.off += self._QUICK * gap
+        self.log_slowdown += self._QUICK * gap
         deviation_K1 *= self._DECAY
         nearest = round(per_request)
         moved = deviation_K1[nearest] + self._SLOW * gap

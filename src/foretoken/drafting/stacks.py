@@ -454,7 +454,7 @@ class Eagle3(Autoregressive):
     def target_view(cls, config: EngineConfig) -> TargetView:
         """The layers of the hidden states that the head reads, by its `config.json` or the target's
         depth, and whether it needs the target's output layer."""
-        folder = _head_folder(config)
+        is_dummy, folder = config.load_format == "dummy", _head_folder(config)
         head = read_eagle3_config(folder)
         target = folder_of(config, config.model, config.revision, weights=False)
         with quiet_transformers():
@@ -467,8 +467,7 @@ class Eagle3(Autoregressive):
             remedy = f"It reads {list(layers)}; the target has {depth} layers."
             name = config.speculative_config and config.speculative_config.model
             raise ConfigError("speculative_config.model", name, bound, remedy)
-        needs_head = config.load_format != "dummy" and lacks_head(folder, head)
-        return TargetView(layers, head=needs_head)
+        return TargetView(layers, head=not is_dummy and lacks_head(folder, head))
 
     def __init__(self, setup: DrafterSetup) -> None:
         self.head = _load_head(setup)

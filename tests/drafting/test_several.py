@@ -228,7 +228,7 @@ def test_memory_is_that_of_all_with_one_cache_of_q(target: Path, draft: Path) ->
         ("ngram", "a list of objects"),
         ([{}], r"drafters\[0\].method` is None"),
         ([{"method": "ngram", "promt_lookup_min": 1}], "Did you mean `prompt_lookup_min`"),
-        ([{"method": "ngram", "num_speculative_tokens": 2}], "set it beside `drafters`"),
+        ([{"method": "ngram", "num_speculative_tokens": 2}], "set it next to `drafters`"),
         ([{"method": "ngram", "drafters": []}], r"drafters\[0\].drafters"),
         ([{"method": "ngram"}, {"method": "ngram"}], r"drafters\[1\].name` is 'ngram'"),
         ([{"method": "ngram", "name": "hybrid"}], "not `hybrid`"),

@@ -171,7 +171,7 @@ def test_structured_outputs_are_copied_as_texts() -> None:
     assert replace(params) == params
     assert params.edits_logits
     deep = '{"items":' * 100_000 + "{}" + "}" * 100_000
-    with pytest.raises(RequestError, match=r"nested less deep|at most"):
+    with pytest.raises(RequestError, match=r"less nesting|at most"):
         SamplingParams(structured_outputs={"json": deep})
 
 

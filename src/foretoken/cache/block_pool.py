@@ -153,16 +153,16 @@ class BlockPool:
         serials = sorted(serial for _, serial in self._entries.values())
         if len({*serials}) != len(serials) or (serials and serials[-1] > self._last_serial):
             raise IntegrityError("serials of the prefix index are not unique")
-        held = Counter(block for table in owners for block in table)
-        empty = Counter(self._empty)
+        num_owners = Counter(block for table in owners for block in table)
+        num_empty = Counter(self._empty)
         for block in range(self.num_blocks):
-            refs = self._refs[block]
-            if held[block] != refs:
-                raise IntegrityError(f"block {block} has {refs} references, {held[block]} owners")
-            unheld_empty = not refs and block not in self._keys
-            if empty[block] != unheld_empty:
-                raise IntegrityError(f"block {block} is in the free list {empty[block]} times")
-            if (block in self._cached) != (not refs and not unheld_empty):
+            refs, owned = self._refs[block], num_owners[block]
+            if owned != refs:
+                raise IntegrityError(f"block {block} has {refs} references, {owned} owners")
+            is_empty = not refs and block not in self._keys
+            if num_empty[block] != is_empty:
+                raise IntegrityError(f"block {block} is in the free list {num_empty[block]} times")
+            if (block in self._cached) != (not refs and not is_empty):
                 raise IntegrityError(f"block {block} is held or not cached, yet can be evicted")
 
     def _evict(self) -> int:

@@ -9,12 +9,12 @@ from foretoken.config.engine import BLOCK_SIZES, DTYPES, HOST_CACHE_GIB, EngineC
 
 from foretoken.config.speculative import (  # isort: skip
     AUTO, HYBRID, LOSSLESS_METHODS, MAX_SPECULATIVE_TOKENS, REJECTION_SAMPLE_METHODS,
-    SpeculativeConfig, check_synthetic, of_drafter,
+    SpeculativeConfig, check_synthetic, errors_of_drafter,
 )  # fmt: skip
 
 __all__ = [
     "AUTO", "BLOCK_SIZES", "DTYPES", "HOST_CACHE_GIB", "HYBRID", "LOSSLESS_METHODS",
     "MAX_SPECULATIVE_TOKENS", "REJECTION_SAMPLE_METHODS", "EngineConfig", "SpeculativeConfig",
-    "check_choice", "check_int", "check_number", "check_synthetic", "from_environment",
-    "of_drafter", "plain",
+    "check_choice", "check_int", "check_number", "check_synthetic", "errors_of_drafter",
+    "from_environment", "plain",
 ]  # fmt: skip

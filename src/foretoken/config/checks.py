@@ -104,8 +104,7 @@ def template_text(name: str, value: str) -> str:
 
 
 def check_file(name: str, value: str | None, *suffixes: str) -> None:
-    """Raise `ConfigError` for an output file that could not be written after minutes of measuring;
-    None means no file."""
+    """Raise `ConfigError` for an output file that cannot be written; None means no file."""
     if value is None:
         return
     path = Path(value)

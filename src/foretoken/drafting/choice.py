@@ -148,13 +148,13 @@ class Chooser:
         begin = time.perf_counter()
         yield
         seconds = (time.perf_counter() - begin) / num_requests
-        self._seconds[number] = follow(self._seconds.get(number), seconds)
+        self._seconds[number] = update_duration(self._seconds.get(number), seconds)
 
     def _mean(self, kind: Kind) -> _Mean:
         return self._means.get(kind) or _Mean(kind.prior)
 
 
-def follow(usual: float | None, seconds: float) -> float:
+def update_duration(usual: float | None, seconds: float) -> float:
     """The usual duration (None before the first measurement) after one more measurement. A longer
     one counts little, since the round may have computed a prompt, too."""
     if usual is None:

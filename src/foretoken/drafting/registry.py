@@ -6,7 +6,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import cast
 
-from foretoken.config import HYBRID, SpeculativeConfig, check_choice, of_drafter
+from foretoken.config import HYBRID, SpeculativeConfig, check_choice, errors_of_drafter
 from foretoken.drafting.base import Drafter
 from foretoken.errors import ConfigError
 from foretoken.foreign import SPECULATIVE_METHODS
@@ -41,7 +41,7 @@ def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> typ
     `ConfigError` if `method` is unknown or cannot run here, or does not read a given option."""
     if speculation.drafters is not None:
         for i, member in enumerate(speculation.members.values()):
-            with of_drafter(i):
+            with errors_of_drafter(i):
                 find_drafter(member, on_host=on_host)
         return _import_class("foretoken.drafting.several:Several")
     method = speculation.method or ""

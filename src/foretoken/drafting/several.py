@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.config import HYBRID, EngineConfig, SpeculativeConfig, of_drafter
+from foretoken.config import HYBRID, EngineConfig, SpeculativeConfig, errors_of_drafter
 from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts, select_requests
-from foretoken.drafting.choice import Chooser, follow
+from foretoken.drafting.choice import Chooser, update_duration
 from foretoken.drafting.registry import find_drafter
 from foretoken.drafting.stacks import Autoregressive
 from foretoken.errors import ConfigError, IntegrityError
@@ -45,7 +45,7 @@ class Several(Drafter):
         """The views of all members merged; `ConfigError` if two read different hidden states."""
         merged = TargetView()
         for i, member_config in enumerate(_configs(config)):
-            with of_drafter(i):
+            with errors_of_drafter(i):
                 speculation = _speculation(member_config)
                 view = find_drafter(speculation).target_view(member_config)
                 layers = view.aux_layers or merged.aux_layers
@@ -61,7 +61,7 @@ class Several(Drafter):
         self.members: list[Drafter] = []
         for i, config in enumerate(_configs(setup.config)):
             speculation = _speculation(config)
-            with of_drafter(i):
+            with errors_of_drafter(i):
                 build = find_drafter(speculation, on_host=setup.on_host)
                 self.members.append(build(replace(setup, config=config, speculation=speculation)))
         members, names = self.members, tuple(setup.speculation.members)
@@ -184,18 +184,17 @@ class Several(Drafter):
         if self.slots.on_host:
             if self._proposed_at and requests.decider_B is None:
                 seconds = (time.perf_counter() - self._proposed_at) / len(requests.step.slot_B)
-                self.chooser.pass_seconds = follow(self.chooser.pass_seconds, seconds)
+                self.chooser.pass_seconds = update_duration(self.chooser.pass_seconds, seconds)
             self._proposed_at = 0.0
             for slot, outcome in result.decisions.items():
                 self.chooser.learn(slot, outcome)
         for number, member_requests in self._observers(requests):
-            own_result = self._own_result(number, requests, result)
-            self.members[number].observe(member_requests, batch, own_result)
+            member_result = self._member_result(number, requests, result)
+            self.members[number].observe(member_requests, batch, member_result)
 
     def _observers(self, requests: StepRequests) -> Iterator[tuple[int, StepRequests]]:
-        """Members that observe this step, by number, and the requests that each observes. With
-        prefix caching these include members that no request of the step uses, because later
-        requests may reuse the cache blocks."""
+        """The members that observe this step, by number, and their requests. Prefix caching adds
+        members that no request of the step uses, since later requests may reuse the blocks."""
         used = requests.drafters
         if len(self.members) in used:
             used |= self._hybrid_members
@@ -204,17 +203,16 @@ class Several(Drafter):
             if (number in used or self._shares_blocks) and member.observes(member_requests):
                 yield number, member_requests
 
-    def _own_result(self, number: int, requests: StepRequests, result: StepResult) -> StepResult:
-        """The result for one member: `num_drafts` is 0 where another member made the drafts, except
-        on a device."""
+    def _member_result(self, number: int, requests: StepRequests, result: StepResult) -> StepResult:
+        """The result for a member: on a host `num_drafts` is 0 for drafts of other members."""
         if not self.slots.on_host or requests.drafters == {number}:
             return result
-        own = replace(result)
-        own.decisions = {
+        member_result = replace(result)
+        member_result.decisions = {
             slot: outcome if self._source_of(slot) == number else outcome._replace(num_drafts=0)
             for slot, outcome in result.decisions.items()
         }
-        return own
+        return member_result
 
     def _source_of(self, slot: int) -> int:
         return self._source.get(slot, self.slots.admitted[slot].drafter)
@@ -264,10 +262,10 @@ def _members_with_q(members: Sequence[Drafter]) -> list[Autoregressive]:
     for i, member in enumerate(members):
         if isinstance(member, Autoregressive) and member.probabilistic:
             with_q.append(member)
-            own, shared = member.cache_shape[2], with_q[0].cache_shape[2]
-            if own != shared:
+            dtype, shared = member.cache_shape[2], with_q[0].cache_shape[2]
+            if dtype != shared:
                 bound = f"a drafter with {shared} logits, as an earlier drafter has"
-                remedy = f"Its logits are {own}: `greedy` as `draft_sample_method` needs no q."
+                remedy = f"Its logits are {dtype}: `greedy` as `draft_sample_method` needs no q."
                 field = f"speculative_config.drafters[{i}].model"
                 raise ConfigError(field, None, bound, remedy)
     return with_q

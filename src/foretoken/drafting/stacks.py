@@ -204,8 +204,7 @@ class Autoregressive(Drafter):
         return self.slots.steps.join_drafts(drafts, plan.num_B)
 
     def _draft_block(self, token_BK: Tensor, num_B: Tensor, cache: DraftCache | None) -> DraftBlock:
-        """A block of these drafts, with a real q if there is a `cache`. At T=0 and under COUPLED
-        verification does not read q."""
+        """A block of these drafts; q is real if there is a `cache`, even where it is never read."""
         # Equal flags for all requests save the comparison `num_B > 0`, 25 us on the host.
         if cache is None or (self.slots.on_host and all(num_B.tolist())):
             real_q_B = q_flags(len(num_B), self.slots.device, real=cache is not None)
@@ -256,7 +255,7 @@ class DraftModel(_ModelDrafter):
         if not drafting_slots:
             return no_drafts(len(slots), self.model.device)
         for slot in drafting_slots:
-            self._skip_complete(slot)
+            self._skip_complete_blocks(slot)
         self._catch_up(drafting_slots)
         # Coupled requests draw at random, too, but their drafts have no real q in the block.
         samples = self.slots.draws_at_random(drafting_slots)
@@ -302,7 +301,7 @@ class DraftModel(_ModelDrafter):
         for slot, size, decides in zip(step.slot_B, step.num_tokens_B, step.decides_B, strict=True):
             if decides or self.slots.admitted[slot].params.num_speculative_tokens == 0:
                 continue
-            self._skip_complete(slot)
+            self._skip_complete_blocks(slot)
             end = min(int(self.slots.computed_S[slot]), self.model.max_model_len)
             counts[slot] = min(end - int(self._num_computed_S[slot]), size)
         self._compute_tokens({slot: count for slot, count in counts.items() if count > 0})
@@ -324,7 +323,7 @@ class DraftModel(_ModelDrafter):
     def held_slots(self) -> Iterable[int]:
         return [*np.flatnonzero(self._num_computed_S).tolist(), *super().held_slots()]
 
-    def _skip_complete(self, slot: int) -> None:
+    def _skip_complete_blocks(self, slot: int) -> None:
         """Let a request that is new to its slot start after its first complete blocks."""
         if self._num_computed_S[slot]:
             return

@@ -58,21 +58,23 @@ class Suffix(Drafter):
         rings = [np.empty(len(ids) + 1, dtype=np.int32) for ids in corpora]
         rings += [np.empty(size, dtype=np.int32)] if size else []
         # First the index of the corpus, if there is one, then that of finished outputs.
-        self._shared = SuffixIndexes(rings)
+        self._shared_indexes = SuffixIndexes(rings)
         for i, ids in enumerate(corpora):
-            self._shared.append(i, ids)
+            self._shared_indexes.append(i, ids)
         self._num_corpora = len(corpora)
         self._finished_lengths = deque[int]()  # of the indexed outputs, the oldest first
-        self.bytes_shared = sum(ring.nbytes + self._shared.num_bytes(len(ring)) for ring in rings)
+        self.bytes_shared = sum(
+            ring.nbytes + self._shared_indexes.num_bytes(len(ring)) for ring in rings
+        )
         width = setup.max_model_len + options.num_drafts
         self.bytes_per_slot = SuffixIndexes.num_bytes(width)
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         self.slots = slots
         if self._max_finished:
-            self._shared.resize(self._num_corpora, 0)
+            self._shared_indexes.resize(self._num_corpora, 0)
             self._finished_lengths.clear()
-        self._own = SuffixIndexes(list(slots.token_SL)[: slots.num_slots])
+        self._slot_indexes = SuffixIndexes(list(slots.token_SL)[: slots.num_slots])
         self._output_start_S = [0] * slots.num_slots
         self._num_shared: dict[int, int] = {}  # by slot: shared indexes that it may use
         self._salted = set[int]()  # slots of requests with a `cache_salt`
@@ -81,7 +83,7 @@ class Suffix(Drafter):
         num_shared = [self._usable_indexes(slot) for slot in requests.slot_B.tolist()]
         num_shared_B = torch.from_numpy(np.array(num_shared, dtype=np.int64))
         token_BK, num_B, expected_B = propose(
-            self._own, self._shared, num_shared_B, requests, self._limits
+            self._slot_indexes, self._shared_indexes, num_shared_B, requests, self._limits
         )
         no_q_B = q_flags(len(num_B), num_B.device, real=False)
         return DraftBlock(token_BK, num_B, None, no_q_B, expected_B=expected_B)
@@ -97,14 +99,14 @@ class Suffix(Drafter):
             if request.params.cache_salt is not None:
                 self._salted.add(slot)
             uses_outputs = not is_reproducible and slot not in self._salted
-            number = len(self._shared.size_N) if uses_outputs else self._num_corpora
+            number = len(self._shared_indexes.size_N) if uses_outputs else self._num_corpora
             self._num_shared[slot] = number
         return number
 
     def release(self, slot: int) -> None:
         """Forget the request. Index its output for other requests unless it has a `cache_salt`."""
         if self._num_shared.pop(slot, None) is not None:
-            self._own.resize(slot, 0)
+            self._slot_indexes.resize(slot, 0)
             if slot in self._salted:
                 self._salted.remove(slot)
             elif self._max_finished:
@@ -116,11 +118,11 @@ class Suffix(Drafter):
     def _index_output(self, text: Array) -> None:
         """Index a finished output; drop the oldest ones if there is no room."""
         lengths, index = self._finished_lengths, self._num_corpora
-        size, room = int(self._shared.size_N[index]), self._shared.room(index, text)
+        size, room = int(self._shared_indexes.size_N[index]), self._shared_indexes.room(index, text)
         while lengths and (len(lengths) == self._max_finished or size > room):
             size -= lengths.popleft()
-        self._shared.resize(index, size)
-        lengths.append(self._shared.append(index, text))
+        self._shared_indexes.resize(index, size)
+        lengths.append(self._shared_indexes.append(index, text))
 
 
 def _read_corpus(path: str, setup: DrafterSetup) -> Array:

@@ -120,8 +120,7 @@ class Match(NamedTuple):
     stand_ins: dict[int, int]
 
     def ids(self, vocab_size: int, draft_size: int, device: torch.device) -> IdMap | None:
-        """The map of ids for models with `vocab_size` (target) and `draft_size` logits; None if all
-        ids and sizes are equal."""
+        """The map of ids for models with so many logits; None if ids and sizes are equal."""
         shared = self.shared
         if shared is None:
             if vocab_size == draft_size:

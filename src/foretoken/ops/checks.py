@@ -33,7 +33,7 @@ IDS = (torch.int64, torch.int32)
 RULES = frozenset(int(rule) for rule in Rule)
 STREAM_PAIRS = (TARGET, RESIDUAL, DRAFT)
 """One stream for both noises would bias the distribution of rows longer than a block."""
-_FITTING: WeakSet[SlotParams | DraftCache] = WeakSet()
+_CHECKED: WeakSet[SlotParams | DraftCache] = WeakSet()
 """Objects that were checked: they are not checked again, so `verify` takes 14 us of the host's time
 instead of 27."""
 _latest_rates: ref[Tensor] | None = None
@@ -121,7 +121,7 @@ def check_rows(rows: Rows) -> None:
 
 def check_params(params: SlotParams, device: torch.device) -> None:
     """Check that the tensors by slot have the right dtypes, equal lengths, and this device."""
-    if params in _FITTING and params.key_S.device == device:
+    if params in _CHECKED and params.key_S.device == device:
         return
     check_kind("params", params, SlotParams)
     check_kind("params.rules", params.rules, AbstractSet)
@@ -130,7 +130,7 @@ def check_params(params: SlotParams, device: torch.device) -> None:
     dtypes = {"temperature": FLOAT32, "top_k": INT64, "top_p": FLOAT32, "min_p": FLOAT32}
     for name, dtype in {**dtypes, "rule": INT64}.items():
         check_tensor(f"params.{name}_S", getattr(params, f"{name}_S"), shape, dtype, device)
-    _FITTING.add(params)
+    _CHECKED.add(params)
 
 
 def check_sample(rows: Rows, noise: Noise) -> None:
@@ -179,7 +179,7 @@ def check_draft_cache(logits_BKV: Tensor, params: SlotParams, slot_B: Tensor) ->
 def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.device) -> None:
     """Check that the cache's three tensors fit each other and have a row for every slot."""
     slots = params.key_S.shape[0]
-    if cache in _FITTING:
+    if cache in _CHECKED:
         logits_SKV = cache.logits_SKV
         if logits_SKV.device == device and logits_SKV.shape[0] >= slots:
             return
@@ -191,7 +191,7 @@ def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.
         raise ConfigError(f"{name}.logits_SKV.shape", tuple(shape), f"[S >= {slots}, K, V > 0]")
     check_tensor(f"{name}.threshold_SK", threshold_SK, shape[:2], FLOAT32, device, contiguous=True)
     check_tensor(f"{name}.lse_SK", lse_SK, shape[:2], FLOAT64, device, contiguous=True)
-    _FITTING.add(cache)
+    _CHECKED.add(cache)
 
 
 def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None:

@@ -74,8 +74,7 @@ POOL = Pool()
 
 
 class Staging:
-    """A tensor `host`, valid until `give_back`: in pinned memory, or in ordinary memory if `device`
-    is a CPU."""
+    """A tensor `host`, valid until `give_back`: in pinned memory, or ordinary for a CPU."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pool: Pool = POOL

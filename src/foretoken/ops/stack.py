@@ -444,8 +444,7 @@ class LoadedStack(Protocol):
         """
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """With a `FeatureRule`: raw logits [N, V] from the outputs of N rows. The next call may
-        overwrite them."""
+        """With a `FeatureRule`: raw logits [N, V] of N outputs; the next call overwrites them."""
 
 
 @runtime_checkable

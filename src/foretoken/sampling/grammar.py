@@ -86,8 +86,7 @@ class Matcher:
             raise RequestError(FIELD, self.grammar, bound)
 
     def advance(self, drafts: Sequence[int]) -> None:
-        """Advance over all drafts after the last emitted token, of which earlier calls may have had
-        the first ones. `rewind` undoes this."""
+        """Advance over drafts: all those after the last emitted token. `rewind` undoes this."""
         self._num_ahead += self.state.try_consume_tokens([*drafts[self._num_ahead :]])
 
     def rewind(self) -> None:
@@ -377,8 +376,7 @@ def _compile(outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor)
 
 
 def _as_lark(outputs: dict[str, Any], text: str) -> str:
-    """The grammar `text` in Lark; llama.cpp's GBNF (`root ::= ...`) is translated, or
-    `RequestError` is raised."""
+    """The grammar `text` in Lark; llama.cpp's GBNF (`root ::= ...`) is translated."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):

@@ -29,20 +29,20 @@ def read_structured_outputs(outputs: Any) -> dict[str, Any]:
     """A checked, independent copy with exactly one key; `RequestError` for a bad key or value. The
     value of `json` becomes the text of a schema, without white space unless `outputs` allow it."""
     if not isinstance(outputs, Mapping):
-        raise RequestError(FIELD, outputs, f"a map with one of the keys {', '.join(_READERS)}")
-    check_known_keys(FIELD, outputs, (*_READERS, *WHITE_SPACE, *_UNSUPPORTED), RequestError)
+        raise RequestError(FIELD, outputs, f"a map with one of the keys {', '.join(_CHECKS)}")
+    check_known_keys(FIELD, outputs, (*_CHECKS, *WHITE_SPACE, *_UNSUPPORTED), RequestError)
     outputs = {key: value for key, value in outputs.items() if value is not None}
     for name, remedy in _UNSUPPORTED.items():
         if (value := outputs.pop(name, False)) is not False:
             raise RequestError(f"{FIELD}.{name}", value, "left out", remedy)
-    items = [(key, value) for key, value in outputs.items() if key in _READERS]
+    items = [(key, value) for key, value in outputs.items() if key in _CHECKS]
     if len(items) != 1:
-        raise RequestError(FIELD, outputs, f"a map with exactly one of {', '.join(_READERS)}")
+        raise RequestError(FIELD, outputs, f"a map with exactly one of {', '.join(_CHECKS)}")
     [(key, value)] = items
-    name, white_space = f"{FIELD}.{key}", _white_space(key, outputs)
-    checked = _schema(name, value, white_space) if key == "json" else _READERS[key](name, value)
+    name, white_space = f"{FIELD}.{key}", _white_space_options(key, outputs)
+    checked = _schema_text(name, value, white_space) if key == "json" else _CHECKS[key](name, value)
     if key == "json_object" and white_space:
-        key, checked = "json", _schema(name, ANY_OBJECT, white_space)
+        key, checked = "json", _schema_text(name, ANY_OBJECT, white_space)
     size = sum(map(len, checked)) if isinstance(checked, (str, list)) else 0
     if size > MOST_CHARACTERS:
         bound = f"at most {MOST_CHARACTERS} characters long"
@@ -50,7 +50,7 @@ def read_structured_outputs(outputs: Any) -> dict[str, Any]:
     return {key: checked}
 
 
-def _white_space(kind: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
+def _white_space_options(kind: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's options for white space as llguidance's options; {} unless `kind` is JSON."""
     options: dict[str, Any] = {}
     if (compact := outputs.get("disable_any_whitespace")) is not None:
@@ -62,11 +62,11 @@ def _white_space(kind: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
         if compact or not kind.startswith("json"):
             bound = "left out with " + ("`disable_any_whitespace`: true" if compact else kind)
             raise RequestError(name, pattern, bound)
-        options["whitespace_pattern"] = _text(name, pattern)
+        options["whitespace_pattern"] = _check_text(name, pattern)
     return options if kind.startswith("json") else {}
 
 
-def _schema(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
+def _schema_text(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
     """The text for llguidance of a JSON schema, which is a map or JSON text. `white_space` has
     llguidance's options, which take precedence over options in the schema."""
     try:
@@ -77,22 +77,22 @@ def _schema(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
         options = value.get(_GUIDANCE, {})
         if isinstance(options, Mapping) and white_space:
             value = {**value, _GUIDANCE: {**options, **white_space}}
-        return _text(name, as_text(name, value))
+        return _check_text(name, as_text(name, value))
     except RequestError:
         raise
     except (TypeError, ValueError) as error:  # the message says where in the schema
         raise RequestError(name, value, f"a JSON schema: {error}") from None
     except RecursionError:
-        raise RequestError(name, "...", "a JSON schema that is nested less deep") from None
+        raise RequestError(name, "...", "a JSON schema with less nesting") from None
 
 
-def _true(name: str, value: Any) -> bool:
+def _check_true(name: str, value: Any) -> bool:
     if value is not True:
         raise RequestError(name, value, "true, or left out")
     return True
 
 
-def _text(name: str, value: Any) -> str:
+def _check_text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise RequestError(name, value, "a non-empty text")
     try:
@@ -103,16 +103,17 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _choices(name: str, value: Any) -> list[str]:
+def _check_choices(name: str, value: Any) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise RequestError(name, value, "a non-empty list of texts")
-    return [_text(f"{name}[{i}]", choice) for i, choice in enumerate(value)]
+    return [_check_text(f"{name}[{i}]", choice) for i, choice in enumerate(value)]
 
 
-_READERS: dict[str, Callable[..., Any]] = {
-    "json": _schema, "json_object": _true, "regex": _text, "choice": _choices, "grammar": _text,
+_CHECKS: dict[str, Callable[..., Any]] = {
+    "json": _schema_text, "json_object": _check_true, "regex": _check_text,
+    "choice": _check_choices, "grammar": _check_text,
 }  # fmt: skip
-"""By key: a function that checks the key's value and returns it in the form that is kept."""
+"""Functions that check the value of a key and return it in the form that is kept."""
 _UNSUPPORTED = {
     "disable_additional_properties": "Write `additionalProperties: false` into the schema.",
     "structural_tag": "Write a `grammar`.",
@@ -208,8 +209,7 @@ def _rewrite(place: str, schema: dict[str, Any]) -> None:
 
 
 def _has_open_keys(schema: Mapping[str, Any]) -> bool:
-    """Whether keys may occur that the schema does not name. A grammar cannot remember which of
-    them have occurred already."""
+    """Whether keys may occur that the schema does not name. A grammar cannot keep them distinct."""
     return bool(schema.get("patternProperties")) or schema.get("additionalProperties") is not False
 
 
@@ -232,8 +232,7 @@ def _subschemas(
 
 
 def _follow(name: str, reference: str, root: dict[str, Any]) -> tuple[str, Any]:
-    """The place and the target of a reference. The target is None if the reference is not a JSON
-    pointer, or leads nowhere."""
+    """The place and the target of a reference; the target is None if it cannot be found."""
     head, *steps = unquote(reference).split("/")
     target: Any = root if head == "#" else None
     for step in steps:

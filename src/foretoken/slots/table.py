@@ -174,8 +174,7 @@ class SlotTable:
         self.drafters = frozenset(request.drafter for request in requests)
 
     def _release(self, slot: int) -> None:
-        """Forget the request in a slot. Exceptions of owners are only logged, because they concern
-        a request that has ended."""
+        """Forget the request in a slot. It has ended, so exceptions of owners are only logged."""
         self.admitted.pop(slot, None)
         for name, owner in self._owners.items():
             try:
@@ -265,13 +264,13 @@ class SlotTable:
         numbers[:, :count] = step[:3]
         numbers[0, count:], numbers[1, count:], numbers[2, count:] = self.spare, 1, 0
         if shape is None:
-            sent = staging.host.to(self.device, non_blocking=True)
+            on_device = staging.host.to(self.device, non_blocking=True)
         else:
             if size not in self._inputs:
                 self._inputs[size] = torch.empty_like(staging.host, device=self.device)
-            sent = self._inputs[size].copy_(staging.host, non_blocking=True)
+            on_device = self._inputs[size].copy_(staging.host, non_blocking=True)
         staging.give_back()
-        return sent[:, :size].unbind()
+        return on_device[:, :size].unbind()
 
     def count_drafts(self, requests: StepRequests) -> DraftRequests:
         """How many drafts each deciding request may have, and the position of the first draft."""

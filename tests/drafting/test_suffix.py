@@ -216,7 +216,7 @@ def test_outputs_of_the_latest_requests_are_looked_up_and_prompts_are_not() -> N
 
 def test_many_long_outputs_take_the_memory_of_a_few() -> None:
     drafter = make_drafter(suffix_decoding_max_cached_tokens=1024)
-    size = drafter._shared.size_N
+    size = drafter._shared_indexes.size_N
     for number in range(300):
         finish(drafter, [1], [number + 1000, number + 2000, *[7] * (number % 400)])
         assert int(size[0]) == sum(drafter._finished_lengths) <= 1024
@@ -306,7 +306,7 @@ def test_the_plan_counts_what_is_kept(target: Path) -> None:
     plan, drafter = llm.memory_plan, llm.engine.runner.drafter
     assert plan is not None
     assert isinstance(drafter, Suffix)
-    held = [sum(array.nbytes for array in arrays) for arrays in drafter._own._kept]
+    held = [sum(array.nbytes for array in arrays) for arrays in drafter._slot_indexes._kept]
     assert len(held) == 64
     assert plan.parts["drafts of slots"] >= sum(held)
     assert plan.parts["texts to draft from"] == 4 * 4096 + 3 * 8 * 4096
@@ -327,7 +327,7 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
         ({"suffix_decoding_max_tree_depth": 0}, "an integer in [1,"),
         (
             {"suffix_decoding_max_spec_factor": 0.1, "suffix_decoding_max_tree_depth": 5},
-            "is 0.1: must be a number in [0.2, 64]. With matches of up to 5 tokens",
+            "is 0.1: must be a number in [0.2, 64]. A smaller factor gives no draft",
         ),
         ({"suffix_decoding_min_token_prob": 1.5}, "a number in [0, 1]"),
         ({"suffix_decoding_max_cached_tokens": 10}, "is 10: must be an integer in [1024,"),
@@ -346,4 +346,4 @@ def test_steps_that_are_timed_at_start_leave_no_texts(target: Path) -> None:
     drafter = LLM(str(target), speculation, **OPTIONS).engine.runner.drafter
     assert isinstance(drafter, Suffix)
     assert drafter._finished_lengths == type(drafter._finished_lengths)()
-    assert drafter._shared.size_N.sum() == 0
+    assert drafter._shared_indexes.size_N.sum() == 0

@@ -134,7 +134,7 @@ def test_another_weight_format_is_unfit(name: str, change: Callable[[Stack], Sta
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 10}, "`stack.vocab_size` is 10: must be 101, the outputs"),
+        ({"vocab_size": 10}, "`stack.vocab_size` is 10: must be 101, the number of outputs"),
         ({"vocab_size": 130, "target_ids": torch.arange(100)}, "`stack.target_ids"),
         ({"vocab_size": 130, "target_ids": torch.arange(30, 131)}, r"in 0\.\.129"),
     ],

@@ -95,7 +95,7 @@ class SpeculativeConfig:
             remedy = "Leave it out for the draft model that comes with the target, if one does."
             object.__setattr__(self, "model", check_model(_WHERE + "model", self.model, remedy))
         check_revision(_WHERE + "revision", self.revision)
-        self._check_drafts()
+        self._check_num_drafts()
         shortest, longest = self.lookup_sizes
         check_int(_WHERE + "prompt_lookup_min", shortest, 1)
         remedy = "It must not be smaller than `prompt_lookup_min`."
@@ -117,7 +117,7 @@ class SpeculativeConfig:
                 raise ConfigError(_WHERE + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
 
-    def _check_drafts(self) -> None:
+    def _check_num_drafts(self) -> None:
         count, most = self.num_speculative_tokens, self.max_speculative_tokens
         field, most_field = _WHERE + "num_speculative_tokens", _WHERE + "max_speculative_tokens"
         if count == AUTO:

@@ -99,6 +99,7 @@ def _bits(packed: Tensor) -> Tensor:
 
 
 def _decode_32(kind: str, blocks: Tensor) -> Tensor:
+    """Decode blocks of 32 numbers, uint8 [N, G, bytes], to float32 [N, G, 32]."""
     scale = _halves(blocks, 0)
     if kind == "Q8_0":
         return scale * blocks[..., 2:].view(torch.int8).float()
@@ -113,6 +114,7 @@ def _decode_32(kind: str, blocks: Tensor) -> Tensor:
 
 
 def _decode_256(kind: str, blocks: Tensor) -> Tensor:
+    """Decode blocks of 256 numbers, uint8 [N, G, bytes], to float32."""
     if kind == "Q6_K":
         return _decode_q6(blocks)
     scale_NG8, minimum_NG8 = _small_integers(blocks[..., 4:16])

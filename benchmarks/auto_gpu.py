@@ -208,7 +208,7 @@ def shown(speeds: Speeds, row: Row, chosen: Counter[int], engine: Engine) -> str
     return (
         f"{row.case}: {found}\n    to best (K={row.labels['best_k']}) {ratio.median:.3f} "  # type: ignore[union-attr]
         f"[{ratio.min:.3f}, {ratio.max:.3f}]; its K {parts}; thinks drafts are accepted {chances}, "  # type: ignore[union-attr]
-        f"steps off by {control.costs.off:+.2f}"
+        f"steps off by {control.costs.log_slowdown:+.2f}"
     )
 
 

@@ -181,7 +181,7 @@ def test_integrity_check_sees_each_kind_of_damage(damage: str) -> None:
     else:
         with pytest.raises(IntegrityError, match="not full"):
             pool.enter(ROOT, [1] * 15, table[0])
-        with pytest.raises(IntegrityError, match="held by nobody"):
+        with pytest.raises(IntegrityError, match="without an owner"):
             pool.enter(ROOT, [1] * 16, 3)
         with pytest.raises(IntegrityError, match="not cached"):
             pool.take(table)

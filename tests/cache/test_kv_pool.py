@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foretoken.cache.kv_pool import KVPool
-from foretoken.ops.paging import write_kv
+from foretoken.ops.passes import write_kv
 
 SHAPES = [(2, 8, 8), (1, 16, 12)]
 CPU = torch.device("cpu")

@@ -236,15 +236,15 @@ def test_a_round_in_one_call_is_its_passes_to_the_bit(
     folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY, **HEADS[head])
     target = Target(folder, "native", draft_sample_method=method)
     drafter, rng = target.drafter, random.Random(3)
-    assert drafter._rounds is not None
+    assert drafter._round_stack is not None
     for slot, length in enumerate((9, 2, 21)):
         target.admit(slot, [rng.randrange(VOCABULARY) for _ in range(length)])
     texts = {slot: text[:] for slot, text in enumerate(target.texts)}
     target.step(texts, {slot: [rng.randrange(VOCABULARY)] for slot in texts}, pad=0)
     for counts in ((4, 4, 4), (0, 3, 1), (2, 0, 4), (0, 0, 0), (1, 4, 0)):
         outcomes = []
-        for rounds in (drafter._rounds, None):
-            with mock.patch.object(drafter, "_rounds", rounds):
+        for rounds in (drafter._round_stack, None):
+            with mock.patch.object(drafter, "_round_stack", rounds):
                 block = target.propose(dict(enumerate(counts)), pad=0)
             assert (block.token_BK >= 0).sum(dim=1).tolist() == [*counts]
             outcomes.append([block.token_BK[:, : max(counts)].clone()])

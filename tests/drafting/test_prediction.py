@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM, SamplingParams
 from foretoken.config import SpeculativeConfig
-from foretoken.drafting.forced import FORCING, Continuation
-from foretoken.drafting.prediction import Alignment
+from foretoken.drafting.forced import FORCING, Alignment, Continuation
 from foretoken.drafting.registry import find_drafter
 from foretoken.engine.boundary import encode_prediction
 from foretoken.errors import CapacityError, ConfigError, ProcessingError, RequestError

@@ -111,7 +111,7 @@ def naive(
     votes = [one for one, length in zip(ends, lengths, strict=True) if length == longest > 0]
     drafts: list[int] = []
     likely, expected = 1.0, 0.0
-    while len(drafts) < min(k, int(options.factor * longest)):
+    while len(drafts) < min(k, int(options.max_factor * longest)):
         i = len(drafts)
         read = [(t if texts else own + drafts, end + i) for t, end in votes]
         known = [(one, t[at]) for one, (t, at) in zip(votes, read, strict=True) if at < len(t)]
@@ -119,7 +119,7 @@ def naive(
             break
         [(best, count)] = Counter(token for _, token in known).most_common(1)
         likely *= count / len(known)
-        if likely < options.least:
+        if likely < options.min_product:
             break
         expected += likely
         drafts.append(best)
@@ -213,7 +213,7 @@ def test_outputs_of_the_latest_requests_are_looked_up_and_prompts_are_not() -> N
 
 def test_many_long_outputs_take_the_memory_of_a_few() -> None:
     drafter = make_drafter(suffix_decoding_max_cached_tokens=1024)
-    size = drafter._shared.size_N
+    size = drafter._shared_indexes.size_N
     for number in range(300):
         finish(drafter, [1], [number + 1000, number + 2000, *[7] * (number % 400)])
         assert int(size[0]) == sum(drafter._finished_lengths) <= 1024
@@ -279,8 +279,8 @@ def test_a_seed_gives_the_same_text_after_any_other_requests(target: Path) -> No
     ("content", "message"),
     [
         (None, "No such file"),
-        (b"ab\xff", "Byte 2 is none"),
-        (b"", "one token at least. It is empty"),
+        (b"ab\xff", "Byte 2 is not UTF-8"),
+        (b"", "with a token. It is empty"),
     ],
 )
 def test_a_corpus_that_is_none_is_refused(
@@ -303,7 +303,7 @@ def test_the_plan_counts_what_is_kept(target: Path) -> None:
     plan, drafter = llm.memory_plan, llm.engine.runner.drafter
     assert plan is not None
     assert isinstance(drafter, Suffix)
-    held = [sum(array.nbytes for array in arrays) for arrays in drafter._own._kept]
+    held = [sum(array.nbytes for array in arrays) for arrays in drafter._slot_indexes._kept]
     assert len(held) == 64
     assert plan.parts["drafts of slots"] >= sum(held)
     assert plan.parts["texts to draft from"] == 4 * 4096 + 3 * 8 * 4096
@@ -311,7 +311,7 @@ def test_the_plan_counts_what_is_kept(target: Path) -> None:
 
 def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     speculation = SpeculativeConfig(method="suffix")
-    with pytest.raises(ConfigError, match=r"draft_model, eagle3, ngram\. .*`ngram` runs on"):
+    with pytest.raises(ConfigError, match=r"draft_model, eagle3, ngram\. .*use `ngram` there"):
         find_drafter(speculation, on_host=False)
     monkeypatch.setattr("foretoken.drafting.suffix.unavailable", lambda _: "they were not built")
     with pytest.raises(ConfigError, match=r"kernels: they were not built\. `ngram` does not"):
@@ -324,7 +324,7 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
         ({"suffix_decoding_max_tree_depth": 0}, "an integer in [1,"),
         (
             {"suffix_decoding_max_spec_factor": 0.1, "suffix_decoding_max_tree_depth": 5},
-            "is 0.1: must be a number in [0.2, 64]. With matches of up to 5 tokens",
+            "is 0.1: must be a number in [0.2, 64]. A smaller factor gives no draft",
         ),
         ({"suffix_decoding_min_token_prob": 1.5}, "a number in [0, 1]"),
         ({"suffix_decoding_max_cached_tokens": 10}, "is 10: must be an integer in [1024,"),
@@ -343,4 +343,4 @@ def test_steps_that_are_timed_at_start_leave_no_texts(target: Path) -> None:
     drafter = LLM(str(target), speculation, **OPTIONS).engine.runner.drafter
     assert isinstance(drafter, Suffix)
     assert drafter._finished_lengths == type(drafter._finished_lengths)()
-    assert drafter._shared.size_N.sum() == 0
+    assert drafter._shared_indexes.size_N.sum() == 0

@@ -137,7 +137,7 @@ class KeepsRejected(SlotTable):
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
         packet, slot_B = super().advance(tokens, verdict), tokens.slot_B
-        slot_D = slot_B if tokens.of_B is None else slot_B[tokens.of_B >= 0]
+        slot_D = slot_B if tokens.decider_B is None else slot_B[tokens.decider_B >= 0]
         self.state.computed_S[slot_D] += tokens.num_D - verdict.n_accept_B
         return packet
 

@@ -324,7 +324,7 @@ def test_bad_engine_options_are_named(target: Path, options: Any, message: str) 
 
 def test_a_draft_with_another_vocabulary_is_refused(target: Path, tmp_path: Path) -> None:
     other = save_checkpoint(tmp_path / "other", vocabulary=300, tokenizer=False)
-    with pytest.raises(ConfigError, match="300 logits where the target has 260"):
+    with pytest.raises(ConfigError, match="300 logits, the target has 260"):
         LLM(str(target), {"model": str(other)})
     with pytest.raises(CheckpointError, match="nowhere"):
         LLM(str(target), {"model": "nowhere"})

@@ -160,7 +160,7 @@ def test_noise_that_draft_and_residual_share_is_named(
     pair: LLM, asked: EngineAudit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter: Any = pair.engine.runner.drafter
-    monkeypatch.setattr(drafter, "_rounds", None)  # a native round draws by itself
+    monkeypatch.setattr(drafter, "_round_stack", None)  # a native round draws by itself
     monkeypatch.setattr(drafter, "backend", shared_stream(drafter.backend))
     found = tokens_alone(asked, 8000)
     assert found.bug == "shared_noise", found.verdict

@@ -45,8 +45,8 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
     state = SlotState(*(column.to(device) for column in columns))
     # Of a request that decides the rows are the last known token's and those of drafts after it.
     decides_B, drafts_B = wanted_S[:-1] > 0, (wanted_S[:-1] - 1).clamp(min=0)
-    of_B = torch.where(decides_B, decides_B.cumsum(0) - 1, -1)
-    numbers = (torch.arange(len(spans)), count_S[:-1] - drafts_B, of_B, drafts_B[decides_B])
+    decider_B = torch.where(decides_B, decides_B.cumsum(0) - 1, -1)
+    numbers = (torch.arange(len(spans)), count_S[:-1] - drafts_B, decider_B, drafts_B[decides_B])
     sizes = PackSizes(int(count_S[:-1].sum()), int(wanted_S[:-1].sum()), int(count_S[:-1].max()))
     steps = get_backend("torch").steps(state)
     batch = steps.pack(StepTokens(*(n.to(device) for n in numbers)), sizes, block_size)

@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_named(
 
 
 def test_a_backend_given_by_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="what `get_backend` returns"):
+    with pytest.raises(ConfigError, match="a backend from `get_backend`"):
         draft_cache("native", torch.zeros(2, 1, 8), make_params(2), torch.tensor([0, 1]))
 
 

@@ -89,7 +89,7 @@ def test_only_stacks_with_a_rule_take_features(name: str) -> None:
     plain, drafting = stack(), feature_stack()
     with pytest.raises(ConfigError, match=r"`features` .* None without a `FeatureRule`"):
         load(name, plain).run(batch(), pool(plain), features=states())
-    with pytest.raises(ConfigError, match=r"`features` .* what rows begin with"):
+    with pytest.raises(ConfigError, match=r"`features` .* hidden states"):
         load(name, drafting).run(batch(), pool(drafting))
 
 
@@ -131,7 +131,7 @@ def test_another_weight_format_is_unfit(name: str, change: Callable[[Stack], Sta
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 10}, "`stack.vocab_size` is 10: must be 101, the outputs"),
+        ({"vocab_size": 10}, "`stack.vocab_size` is 10: must be 101, the number of outputs"),
         ({"vocab_size": 130, "target_ids": torch.arange(100)}, "`stack.target_ids"),
         ({"vocab_size": 130, "target_ids": torch.arange(30, 131)}, r"in 0\.\.129"),
     ],

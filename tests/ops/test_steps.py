@@ -38,7 +38,7 @@ class Case(NamedTuple):
     state: SlotState
     slot_B: Tensor
     num_tokens_B: Tensor
-    of_B: Tensor | None
+    decider_B: Tensor | None
     slot_D: Tensor
     most_D: Tensor
     most: int
@@ -81,12 +81,12 @@ def make_case(
             computed[slot], decides = draw.randint(0, computed[slot]), False
         rows.append((slot, num, decides, draw.choice([most, draw.randint(0, most)])))
     slot_B, num_tokens_B, decides_B, most_B = torch.tensor(rows, device=device).T.contiguous()
-    of_B, at_D = None, decides_B.nonzero()[:, 0]
+    decider_B, at_D = None, decides_B.nonzero()[:, 0]
     if prompts:
-        of_B = torch.where(decides_B > 0, decides_B.cumsum(0) - 1, -1)
+        decider_B = torch.where(decides_B > 0, decides_B.cumsum(0) - 1, -1)
     numbers = torch.tensor([length, computed, limit], device=device)
     state = SlotState(token_SL.to(device), block_SL.to(device), *numbers)
-    return Case(state, slot_B, num_tokens_B, of_B, slot_B[at_D], most_B[at_D], most)
+    return Case(state, slot_B, num_tokens_B, decider_B, slot_B[at_D], most_B[at_D], most)
 
 
 def make_verdict(seed: int, num_D: Tensor, most: int) -> Verdict:
@@ -146,7 +146,7 @@ def compare_step(mine: Bind, theirs: Bind, case: Case, seed: int, *, exact: bool
         for steps in both:
             steps.write_drafts(asked, num_D, token_DK, VOCABULARY - 1)
         check_state(*states)
-    tokens = StepTokens(case.slot_B, case.num_tokens_B, case.of_B, num_D)
+    tokens = StepTokens(case.slot_B, case.num_tokens_B, case.decider_B, num_D)
     most_tokens = int(case.num_tokens_B.sum()) + len(num_D) * case.most
     for more, ahead in ((0, seed % 7), (3, 0)) if exact else ((3, 0),):
         sizes = PackSizes(most_tokens + more, len(num_D) * (case.most + 1) + more, 9, ahead)

@@ -129,7 +129,7 @@ def every_step(bind: Bind, requests: int, most: int) -> None:
     case = make_case(1, requests, most, prompts=requests > 1, device=torch.device("cpu"))
     steps = bind(case.state)
     num_D, position_D = steps.count_drafts(case.slot_D, case.most_D)
-    tokens = StepTokens(case.slot_B, case.num_tokens_B, case.of_B, num_D)
+    tokens = StepTokens(case.slot_B, case.num_tokens_B, case.decider_B, num_D)
     steps.pack(tokens, PackSizes(64, 8, 9), BLOCK_SIZE)
     steps.advance(tokens, make_verdict(1, case.most_D * 0, most))
     asked = make_asked(case, num_D, position_D)

@@ -304,7 +304,7 @@ def test_every_walk_through_a_grammar_of_calls_or_json_is_one_of_them(
     for _ in range(16):
         matcher, ids = grammar.matcher(), list[int]()
         while not matcher.is_finished:
-            ids += (some := matcher.forced() or [draw.choice(allowed(next_mask(matcher)))])
+            ids += (some := matcher.forced_tokens() or [draw.choice(allowed(next_mask(matcher)))])
             matcher.append(some)
         parts = read(how, [tokenizer.decode(ids, skip_special_tokens=True)])
         for part in parts:

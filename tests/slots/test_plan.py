@@ -47,7 +47,7 @@ PLAN = StepPlan(
 
 
 def compiled(asked: Any) -> Grammar | None:
-    assert asked in (None, GRAMMAR.asked)
+    assert asked in (None, GRAMMAR.source)
     return GRAMMAR if asked else None
 
 

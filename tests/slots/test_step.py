@@ -35,7 +35,7 @@ def make_result(pad: int = 0, **others: Any) -> StepResult:
 
 def test_some_of_the_requests_of_a_step() -> None:
     assert STEP.slot_D == [5, 3, 1]
-    assert STEP.of_B == [0, -1, 1, 2]
+    assert STEP.decider_B == [0, -1, 1, 2]
     assert STEP.traced_D == [1], "a prompt that goes on has no evidence yet"
     assert STEP.reported_D == [0, 1]
     assert STEP.reported_prompts_B == [1, 3]

@@ -19,7 +19,7 @@ from foretoken.drafting.base import one_hot_block
 from foretoken.errors import IntegrityError
 from foretoken.ops import DraftBlock, Rule, Verdict, get_backend, unavailable
 from foretoken.ops.checks import check_attention_batch
-from foretoken.ops.paging import write_index
+from foretoken.ops.passes import write_index
 from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import ForwardBatch, StepTokens
 from foretoken.sampling.params import SamplingParams
@@ -96,7 +96,7 @@ def begin(table: SlotTable, parts: Sequence[Part]) -> tuple[StepRequests, DraftB
 
 
 def tokens_of(requests: StepRequests, drafts: DraftBlock) -> StepTokens:
-    return StepTokens(requests.slot_B, requests.num_tokens_B, requests.of_B, drafts.num_B)
+    return StepTokens(requests.slot_B, requests.num_tokens_B, requests.decider_B, drafts.num_B)
 
 
 def pack(

@@ -13,7 +13,7 @@ import torch
 from foretoken.cache.kv_pool import KVPool, LayerShape
 from foretoken.lab.laws.chain import Chain
 from foretoken.ops import ForwardOutput
-from foretoken.ops.paging import write_index
+from foretoken.ops.passes import write_index
 from foretoken.ops.steps import ForwardBatch
 
 

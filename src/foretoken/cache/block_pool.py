@@ -1,7 +1,6 @@
-"""Fixed-size cache blocks: their owners, and the content of blocks without owners. No torch.
+"""Blocks of the cache: allocation, reference counts, reuse by content, eviction. No torch.
 
-Charter: allocation, reference counts, reuse by content, eviction, and integrity checks. The pool
-knows tokens and blocks, not requests; scheduling policy is the scheduler's.
+The pool knows tokens and blocks, not requests.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from foretoken.errors import IntegrityError
 
-ROOT = 0
-"""Stands for the parent of a request's first block; no block has this serial."""
+ROOT = 0  # no block has this serial
 
 Parent = int | str
-"""The parent of a block is the serial of the block before it. A request's first block has `ROOT` or
-the request's salt as its parent: blocks cached under a salt are found only under that salt."""
+"""The parent of a block is the serial of the block before it. The parent of a request's first block
+is `ROOT` or the request's salt: blocks cached under a salt are found only under that salt."""
 
 Entry = tuple[int, int]
 """A cached block: (block id, serial)."""
@@ -27,19 +25,18 @@ _Key = tuple[Parent, tuple[int, ...]]
 class BlockPool:
     """Reference-counted blocks 0..num_blocks-1 of `block_size` tokens each.
 
-    A block without references is *empty* or *cached*. The content of a cached block is in the
-    prefix index and may be shared again until the block is allocated again. Empty blocks are
-    allocated first (last in, first out, so that a block just freed is used while it is warm; a new
-    pool hands out 0, 1, 2, ... so that one request's blocks are adjacent in memory), then the least
-    recently used cached ones.
+    A block without references is *empty*, or *cached*: its content is in the prefix index, and may
+    be shared until the block is allocated again. Empty blocks are allocated first, then the least
+    recently used cached ones. The empty block that was freed last is used first, while it is warm;
+    a new pool hands out 0, 1, 2, ... so that one request's blocks are adjacent in memory.
 
-    The prefix index maps (parent, the block's own tokens) to the block, exactly: no hash can
-    collide. Every entry gets a serial that is never used again: the serial stands for all tokens up
-    to the end of the block. Once an entry is removed, its child entries are never found again.
+    The prefix index maps (parent, tokens of the block) to the block; tokens are compared, not
+    hashes. Every entry gets a serial that is never used again: it stands for all tokens up to the
+    end of the block. Once an entry is removed, its child entries are never found again.
 
     Args:
-        lookahead: how many tokens after a block its content also depends on. They are part of its
-            key: a block can be cached, and found, only once they are known.
+        lookahead: how many tokens after a block the block's content also depends on. They are part
+            of the key: a block can be cached, and found, only once they are known.
     """
 
     def __init__(self, num_blocks: int, block_size: int, lookahead: int = 0) -> None:
@@ -55,7 +52,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """The number of blocks without references: empty and cached blocks."""
+        """Number of blocks without references."""
         return len(self._empty) + len(self._cached)
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
@@ -63,11 +60,10 @@ class BlockPool:
         return sum(not self._refs[block] for block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` tokens: the quotient, rounded up."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks with one reference each; the caller has checked `num_free`."""
+        """Take `count` blocks, one reference each; the caller has checked `num_free`."""
         if count > self.num_free:
             raise IntegrityError(f"{count} blocks asked of a pool with {self.num_free} free")
         blocks = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
@@ -76,11 +72,9 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block; a block without references returns to the pool.
-
-        `blocks` is in order of position, and the last block is freed first. So it is also evicted
-        first: the fewest requests can share it. No block is evicted before its child blocks.
-        """
+        """Drop one reference of each of a request's blocks, which are in order of position. The
+        last block is freed and evicted first, since the fewest requests can share it. No block is
+        evicted before its child blocks."""
         for block in reversed(blocks):
             if self._refs[block] <= 0:
                 raise IntegrityError(f"block {block} freed more often than it was taken")
@@ -93,17 +87,13 @@ class BlockPool:
                 self._empty.append(block)
 
     def key(self, token_ids: Sequence[int], column: int) -> Sequence[int]:
-        """The tokens in the key of a request's block `column`; fewer if the request ends before."""
+        """The tokens in the key of a request's block `column`; fewer if the request has fewer."""
         start = column * self.block_size
         return token_ids[start : start + self.block_size + self.lookahead]
 
     def match(self, token_ids: Sequence[int], num_blocks: int, root: Parent = ROOT) -> list[Entry]:
-        """The cached blocks that hold the first tokens, as many as are found without a gap.
-
-        Args:
-            num_blocks: the most blocks to find.
-            root: the parent of the first block.
-        """
+        """The cached blocks of the first tokens, up to `num_blocks` or to the first block that is
+        not cached; `root` is the parent of the first block."""
         entries: list[Entry] = []
         parent = root
         for column in range(num_blocks):
@@ -115,7 +105,7 @@ class BlockPool:
         return entries
 
     def take(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of these blocks, which are in the prefix index."""
+        """Add one reference to each of these blocks, which must be in the prefix index."""
         for block in blocks:
             if block not in self._keys:
                 raise IntegrityError(f"block {block} is not cached and cannot be shared")
@@ -123,16 +113,15 @@ class BlockPool:
             self._cached.pop(block, None)
 
     def enter(self, parent: Parent, tokens: Sequence[int], block: int) -> int:
-        """Enter a full, computed block into the prefix index; returns the serial of its content.
-
-        If the index has another block with this content, it keeps that block.
+        """Enter a full, computed block into the prefix index, unless the index has another block
+        with this content; returns the serial of the content.
 
         Args:
             parent: the serial of the request's block before this one, or the request's root.
-            tokens: the result of `key` for this block: its `block_size` tokens and the lookahead.
+            tokens: the result of `key` for this block.
         """
         if len(tokens) != self.block_size + self.lookahead or not self._refs[block]:
-            raise IntegrityError(f"block {block} cannot be cached: not full, or held by nobody")
+            raise IntegrityError(f"block {block} cannot be cached: not full, or without an owner")
         key = (parent, tuple(tokens))
         if (entry := self._entries.get(key)) is not None:
             return entry[1]
@@ -150,37 +139,33 @@ class BlockPool:
                 del self._entries[key]
 
     def reset(self) -> None:
-        """Empty the prefix index; running requests keep the blocks that they hold."""
+        """Empty the prefix index; running requests keep their blocks."""
         self.forget(range(self.num_blocks))
         self._empty += reversed(self._cached)
         self._cached.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
-        """Raise `IntegrityError` unless each block is empty, cached, or held as often as counted.
-
-        Args:
-            owners: the block tables of all live requests.
-        """
+        """Raise `IntegrityError` unless each block is empty, cached, or as often in `owners`, the
+        block tables of all requests, as it has references."""
         by_key = {key: block for block, key in self._keys.items()}
         if by_key != {key: block for key, (block, _) in self._entries.items()}:
             raise IntegrityError("entries and blocks of the prefix index disagree")
         serials = sorted(serial for _, serial in self._entries.values())
         if len({*serials}) != len(serials) or (serials and serials[-1] > self._last_serial):
             raise IntegrityError("serials of the prefix index are not unique")
-        held = Counter(block for table in owners for block in table)
-        empty = Counter(self._empty)
+        num_owners = Counter(block for table in owners for block in table)
+        num_empty = Counter(self._empty)
         for block in range(self.num_blocks):
-            refs = self._refs[block]
-            if held[block] != refs:
-                raise IntegrityError(f"block {block} has {refs} references, {held[block]} owners")
-            unheld_empty = not refs and block not in self._keys
-            if empty[block] != unheld_empty:
-                raise IntegrityError(f"block {block} is in the free list {empty[block]} times")
-            if (block in self._cached) != (not refs and not unheld_empty):
+            refs, owned = self._refs[block], num_owners[block]
+            if owned != refs:
+                raise IntegrityError(f"block {block} has {refs} references, {owned} owners")
+            is_empty = not refs and block not in self._keys
+            if num_empty[block] != is_empty:
+                raise IntegrityError(f"block {block} is in the free list {num_empty[block]} times")
+            if (block in self._cached) != (not refs and not is_empty):
                 raise IntegrityError(f"block {block} is held or not cached, yet can be evicted")
 
     def _evict(self) -> int:
-        """Take the least recently used cached block out of the index and return it."""
         block, _ = self._cached.popitem(last=False)
         self.forget([block])
         return block

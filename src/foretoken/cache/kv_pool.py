@@ -1,9 +1,4 @@
-"""The memory of keys and values: one pair of tensors per layer, cut into blocks.
-
-Charter: tensors and their sizes. Which request owns a block is known to the block pool.
-
-Shape suffixes: T packed tokens, H heads, D head size; shapes are [num_blocks, block_size, H_kv, D].
-"""
+"""The memory of keys and values: one pair of tensors per layer, cut into blocks."""
 
 from __future__ import annotations
 
@@ -26,8 +21,8 @@ class KVPool:
     """Paged K and V of every layer.
 
     keys, values: one tensor per layer, [num_blocks, block_size, H_kv, D] and [..., D_v]. They start
-    as zeros: attention reads whole blocks, and models that multiply masked keys (all except the
-    native decoder) would turn a NaN at a masked position into a NaN result.
+        as zeros: attention reads whole blocks, and models that multiply masked keys (all except the
+        native decoder) would turn a NaN at a masked position into a NaN result.
     """
 
     def __init__(
@@ -53,17 +48,12 @@ class KVPool:
     def bytes_per_block(
         layer_shapes: Sequence[LayerShape], block_size: int, dtype: torch.dtype
     ) -> int:
-        """Bytes that one block takes over all layers, keys and values."""
-        per_token = sum(
-            heads * (key_size + value_size) for heads, key_size, value_size in layer_shapes
-        )
-        return per_token * block_size * dtype.itemsize
+        """Bytes of one block's keys and values in all layers."""
+        sizes = (heads * (size_k + size_v) for heads, size_k, size_v in layer_shapes)
+        return sum(sizes) * block_size * dtype.itemsize
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero these blocks.
-
-        If the model multiplies masked keys, a NaN in them would spread to the blocks' next owner.
-        """
+        """Zero these blocks: a NaN in them could spread to the request that gets them next."""
         index = to_device(np.array(block_ids, dtype=np.int64), self._device)
         for cache in (*self.keys, *self.values):
             cache.index_fill_(0, index, 0)

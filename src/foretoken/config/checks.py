@@ -17,7 +17,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def from_environment(name: str) -> str | None:
-    """The value of an environment variable; None if it is not set."""
+    """The value of an environment variable, or None."""
     return os.environ.get(name)
 
 
@@ -28,12 +28,12 @@ def set_in_environment(**values: str) -> None:
 
 
 def machine_bytes() -> int | None:
-    """Memory of the machine or of the container, whichever is less; None if unknown."""
+    """Memory of the machine, or of the container if that is less; None if unknown."""
     limits = []
-    with suppress(AttributeError, OSError, ValueError):  # not a POSIX system
+    with suppress(AttributeError, OSError, ValueError):  # in case this is not a POSIX system
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for path in _CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # no such control group, or "max"
+        with suppress(OSError, ValueError):  # no such file, or its text is "max"
             limits.append(int(Path(path).read_text(encoding="ascii")))
     return min((limit for limit in limits if limit > 0), default=None)
 
@@ -88,16 +88,8 @@ def make_plain(config: Any) -> None:
 
 
 def template_text(name: str, value: str) -> str:
-    """A chat template: the content of the file `value`, or `value` itself.
-
-    Jinja text and the names of a tokenizer's own templates are returned unchanged.
-
-    Args:
-        name: the option's name for errors.
-
-    Raises:
-        ConfigError: the file does not exist, or is no UTF-8 text.
-    """
+    """A chat template: the text of the file `value`, or `value` itself if it is Jinja text or may
+    name one of the tokenizer's templates. `ConfigError`, about option `name`, for a bad file."""
     if "{{" in value or "{%" in value:
         return value
     path = Path(value)
@@ -112,10 +104,7 @@ def template_text(name: str, value: str) -> str:
 
 
 def check_file(name: str, value: str | None, *suffixes: str) -> None:
-    """Raise `ConfigError` for an output file that cannot be written; None is no file.
-
-    Called first, so that the error does not come after minutes of measuring.
-    """
+    """Raise `ConfigError` for an output file that cannot be written; None means no file."""
     if value is None:
         return
     path = Path(value)
@@ -126,6 +115,6 @@ def check_file(name: str, value: str | None, *suffixes: str) -> None:
 
 
 def check_outputs(paths: Sequence[str]) -> None:
-    """`check_file` for files of results: data, figures, or a page with both."""
+    """`check_file` for files of results."""
     for path in paths:
         check_file("output", path, ".json", ".csv", ".svg", ".html")

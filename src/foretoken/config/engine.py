@@ -6,18 +6,13 @@ import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from foretoken.config.checks import (
-    check_choice,
-    check_int,
-    check_model,
-    check_number,
-    check_revision,
-    make_plain,
-    plain,
-)
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.errors import ConfigError
 from foretoken.foreign import ENGINE_OPTIONS, RENAMED, names_checked
+
+from foretoken.config.checks import (  # isort: skip
+    check_choice, check_int, check_model, check_number, check_revision, make_plain, plain,
+)  # fmt: skip
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
@@ -172,19 +167,19 @@ class EngineConfig:
 
     @property
     def num_drafts(self) -> int:
-        """K, or the most that `auto` drafts; 0 without speculation."""
+        """`SpeculativeConfig.num_drafts`; 0 without speculation."""
         return self.speculative_config.num_drafts if self.speculative_config else 0
 
     @classmethod
     def parse(cls, **options: Any) -> EngineConfig:
         """Build from a user's options, which may have vLLM's names, and None for defaults."""
-        for theirs, ours in RENAMED.items():
-            if (value := plain(options.pop(theirs, None))) is None:
+        for vllm_name, name in RENAMED.items():
+            if (value := plain(options.pop(vllm_name, None))) is None:
                 continue
-            check_number(theirs, value, 0.01, 1, f"It is `{ours}` here.")
-            if options.setdefault(ours, value) != value:
-                bound = f"left out beside `{ours}`, which is its name here"
-                raise ConfigError(theirs, value, bound)
-        # None means the default of a field that has another default than None.
+            check_number(vllm_name, value, 0.01, 1, f"It is `{name}` here.")
+            if options.setdefault(name, value) != value:
+                bound = f"left out beside `{name}`, which is its name here"
+                raise ConfigError(vllm_name, value, bound)
+        # None means the default of a field that has a default other than None.
         with_default = {f.name for f in fields(cls) if f.default not in (None, MISSING)}
         return cls(**{k: v for k, v in options.items() if v is not None or k not in with_default})

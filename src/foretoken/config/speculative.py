@@ -9,23 +9,18 @@ from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from typing import Any, Self
 
-from foretoken.config.checks import (
-    check_choice,
-    check_int,
-    check_model,
-    check_number,
-    check_revision,
-    make_plain,
-)
 from foretoken.errors import ConfigError, check_known_keys
 from foretoken.foreign import SPECULATIVE_FIELDS, names_checked, without_foreign
+
+from foretoken.config.checks import (  # isort: skip
+    check_choice, check_int, check_model, check_number, check_revision, make_plain,
+)  # fmt: skip
 
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 LOSSLESS_METHODS = ("standard", "block", "coupled")
 REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
 MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"
-_MOST_UNDER_AUTO = 8
 HYBRID = "hybrid"
 _WHERE = "speculative_config."
 
@@ -96,39 +91,35 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        where = "speculative_config."
         if self.model is not None:
             remedy = "Leave it out for the draft model that comes with the target, if one does."
-            object.__setattr__(self, "model", check_model(where + "model", self.model, remedy))
-        check_revision(where + "revision", self.revision)
-        self._check_drafts(where)
+            object.__setattr__(self, "model", check_model(_WHERE + "model", self.model, remedy))
+        check_revision(_WHERE + "revision", self.revision)
+        self._check_num_drafts()
         shortest, longest = self.lookup_sizes
-        check_int(where + "prompt_lookup_min", shortest, 1)
+        check_int(_WHERE + "prompt_lookup_min", shortest, 1)
         remedy = "It must not be smaller than `prompt_lookup_min`."
-        check_int(where + "prompt_lookup_max", longest, shortest, remedy=remedy)
-        self._check_suffix(where)
+        check_int(_WHERE + "prompt_lookup_max", longest, shortest, remedy=remedy)
+        self._check_suffix()
         method = self.draft_sample_method
         gumbel = "`gumbel` is called `probabilistic` here: drafts are drawn by Gumbel-max from q."
         if method is not None:
             remedy = gumbel if method == "gumbel" else ""
-            check_choice(where + "draft_sample_method", method, DRAFT_SAMPLE_METHODS, remedy)
+            check_choice(_WHERE + "draft_sample_method", method, DRAFT_SAMPLE_METHODS, remedy)
         rule = self.rejection_sample_method
-        check_choice(where + "rejection_sample_method", rule, REJECTION_SAMPLE_METHODS)
-        self._check_synthetic(where)
+        check_choice(_WHERE + "rejection_sample_method", rule, REJECTION_SAMPLE_METHODS)
+        self._check_synthetic()
         if self.drafters is not None:
-            self._check_drafters(where)
+            self._check_drafters()
         elif self.method is None:
             if self.model is None:
-                remedy = (
-                    "Use `draft_model` or `eagle3` (with `model`), `ngram`, or several `drafters`."
-                )
-                raise ConfigError(where + "method", None, "given", remedy)
+                remedy = "Use `draft_model` or `eagle3` (with `model`), `ngram`, or `drafters`."
+                raise ConfigError(_WHERE + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
 
-    def _check_drafts(self, where: str) -> None:
-        """Check `num_speculative_tokens` and `max_speculative_tokens`."""
+    def _check_num_drafts(self) -> None:
         count, most = self.num_speculative_tokens, self.max_speculative_tokens
-        field, most_field = where + "num_speculative_tokens", where + "max_speculative_tokens"
+        field, most_field = _WHERE + "num_speculative_tokens", _WHERE + "max_speculative_tokens"
         if count == AUTO:
             if most is not None:
                 check_int(most_field, most, 1, MAX_SPECULATIVE_TOKENS)
@@ -138,87 +129,81 @@ class SpeculativeConfig:
         remedy = "Pass speculative_config=None to decode without speculation."
         check_int(field, count, 1, MAX_SPECULATIVE_TOKENS, remedy)
         if most is not None:
-            bound = f"left out beside num_speculative_tokens={count}"
-            raise ConfigError(most_field, most, bound, f"It bounds `{AUTO}` alone.")
+            bound = f"left out with num_speculative_tokens={count}"
+            raise ConfigError(most_field, most, bound, f"It is only for `{AUTO}`.")
 
-    def _check_suffix(self, where: str) -> None:
-        """Check the options of the method `suffix`."""
-        corpus, where = self.suffix_corpus, where + "suffix_"
-        if corpus is not None:
+    def _check_suffix(self) -> None:
+        if (corpus := self.suffix_corpus) is not None:
             path = fspath(corpus) if isinstance(corpus, PathLike) else corpus
             if not isinstance(path, str) or not path:
-                raise ConfigError(where + "corpus", corpus, "a file of UTF-8 text")
+                raise ConfigError(_WHERE + "suffix_corpus", corpus, "a file of UTF-8 text")
             object.__setattr__(self, "suffix_corpus", path)
-        where += "decoding_"
-        depth = self.suffix_decoding_max_tree_depth
+        where, depth = _WHERE + "suffix_decoding_", self.suffix_decoding_max_tree_depth
         check_int(where + "max_tree_depth", depth, 1, 2**31 - 1)
         check_int(where + "max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
         remedy = "`suffix_decoding_max_cached_requests=0` keeps none."
         tokens = self.suffix_decoding_max_cached_tokens
         check_int(where + "max_cached_tokens", tokens, 1024, 2**31 - 1, remedy)
-        remedy = f"With matches of up to {depth} tokens there would be no drafts below."
+        remedy = f"A smaller factor gives no draft even for a match of {depth} tokens."
         factor = self.suffix_decoding_max_spec_factor
         check_number(where + "max_spec_factor", factor, 1 / depth, MAX_SPECULATIVE_TOKENS, remedy)
         check_number(where + "min_token_prob", self.suffix_decoding_min_token_prob, 0, 1)
 
-    def _check_synthetic(self, where: str) -> None:
-        """Check the options of the rule `synthetic`; other rules allow none of them."""
+    def _check_synthetic(self) -> None:
         options = {name: getattr(self, name) for name in _SYNTHETIC}
         if self.rejection_sample_method == "synthetic":
-            check_synthetic(where, self.num_drafts, options)
+            check_synthetic(_WHERE, self.num_drafts, options)
         elif given := [name for name in _SYNTHETIC if options[name] is not None]:
             bound = f"left out with rejection_sample_method `{self.rejection_sample_method}`"
             remedy = "Set `rejection_sample_method` to `synthetic`, or leave it out."
-            raise ConfigError(where + given[0], options[given[0]], bound, remedy)
+            raise ConfigError(_WHERE + given[0], options[given[0]], bound, remedy)
         if self.synthetic_acceptance_rates is not None:
             rates = tuple(map(float, self.synthetic_acceptance_rates))
             object.__setattr__(self, "synthetic_acceptance_rates", rates)
 
-    def _check_drafters(self, where: str) -> None:
-        """Check `drafters`, and set the `name` of each; then check `method`, or set its default."""
+    def _check_drafters(self) -> None:
+        """Check `drafters` and set the `name` of each, then check `method` or set the default."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in self._drafter_options() and value != field.default:
-                remedy = "Put it into the entry of the drafter that it is for."
-                raise ConfigError(where + field.name, value, "left out beside `drafters`", remedy)
-        drafters, where = self.drafters, where + "drafters"
+                remedy = "Put it into the entry of the drafter that needs it."
+                raise ConfigError(_WHERE + field.name, value, "left out with `drafters`", remedy)
+        drafters, where = self.drafters, _WHERE + "drafters"
         is_list = isinstance(drafters, Sequence) and not isinstance(drafters, str)
         if not drafters or not is_list or not all(isinstance(entry, Mapping) for entry in drafters):
             bound = "a list of objects, one for each drafter"
             raise ConfigError(where, drafters, bound, 'For example [{"method": "ngram"}].')
         by_name: dict[str, Mapping[str, Any]] = {}
         for i, entry in enumerate(drafters):
-            with of_drafter(i):
+            with errors_of_drafter(i):
                 method, name = self._member(entry).method, entry.get("name")
             name = method if name is None else name
             if not isinstance(name, str) or not name or name == HYBRID or name in by_name:
-                bound = f"a text that no other drafter has for a name, and not `{HYBRID}`"
+                bound = f"a text that is not `{HYBRID}` or the name of another drafter"
                 raise ConfigError(f"{where}[{i}].name", name, bound)
             by_name[name] = {**entry, "method": method, "name": name}
         object.__setattr__(self, "drafters", tuple(by_name.values()))
         if self.method is None:
             object.__setattr__(self, "method", HYBRID if len(by_name) > 1 else next(iter(by_name)))
-        remedy = "Beside `drafters` it names that one of them which drafts if a request names none."
-        check_choice("speculative_config.method", self.method, (*by_name, HYBRID), remedy)
+        remedy = "With `drafters` it is the drafter of requests that name none."
+        check_choice(_WHERE + "method", self.method, (*by_name, HYBRID), remedy)
 
     @classmethod
     def _drafter_options(cls) -> list[str]:
-        """Names of the fields that each drafter has for itself."""
+        """Names of the fields that may differ between drafters."""
         shared = ("method", "drafters", "num_", "max_", "rejection_", "synthetic_")
         return [f.name for f in fields(cls) if not f.name.startswith(shared)]
 
     def _member(self, entry: Mapping[str, Any]) -> Self:
-        """The options of one entry of `drafters`, together with the options that all share."""
+        """The options of one entry of `drafters`, with the options that all drafters share."""
         entry = without_foreign(entry, SPECULATIVE_FIELDS, ConfigError, _WHERE)
-        own = ("method", "name", *self._drafter_options())
-        shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        allowed = ("method", "name", *self._drafter_options())
+        shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in allowed}
         del shared["drafters"]
         for key in shared.keys() & entry.keys():
-            remedy = "All drafters share it: set it beside `drafters`."
-            raise ConfigError(
-                f"speculative_config.{key}", entry[key], "left out of an entry", remedy
-            )
-        check_known_keys("speculative_config", entry, own)
+            remedy = "All drafters share it: set it next to `drafters`."
+            raise ConfigError(_WHERE + key, entry[key], "left out of an entry", remedy)
+        check_known_keys("speculative_config", entry, allowed)
         return type(self)(**{k: v for k, v in entry.items() if k != "name"}, **shared)
 
     @property
@@ -238,12 +223,11 @@ class SpeculativeConfig:
         """K, or the most that `auto` drafts."""
         if isinstance(self.num_speculative_tokens, int):
             return self.num_speculative_tokens
-        most = self.max_speculative_tokens
-        return _MOST_UNDER_AUTO if most is None else most
+        return 8 if self.max_speculative_tokens is None else self.max_speculative_tokens
 
     @property
     def lookup_sizes(self) -> tuple[int, int]:
-        """Shortest and longest n-gram to look up; the default of each depends on the other."""
+        """Shortest and longest n-gram to look up; each default depends on the other length."""
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is None:
             shortest = 2 if longest is None else min(2, longest)
@@ -251,10 +235,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str | Self | None) -> Self | None:
-        """A config from a dict, its JSON text, or an instance; None stays None.
-
-        In a dict, None means the default.
-        """
+        """A config from a dict (in which None means a default), its JSON text, or an instance."""
         if given is None or isinstance(given, cls):
             return given
         if isinstance(given, str):
@@ -271,14 +252,13 @@ class SpeculativeConfig:
 
 
 @contextmanager
-def of_drafter(index: int) -> Iterator[None]:
-    """Inside, a `ConfigError` about `speculative_config.x` names it
+def errors_of_drafter(index: int) -> Iterator[None]:
+    """In the body, a `ConfigError` about `speculative_config.x` becomes one about
     `speculative_config.drafters[index].x`."""
     try:
         yield
     except ConfigError as error:
-        prefix = "speculative_config."
-        field = f"{prefix}drafters[{index}].{error.field.removeprefix(prefix)}"
+        field = f"{_WHERE}drafters[{index}].{error.field.removeprefix(_WHERE)}"
         raise ConfigError(field, error.value, error.bound, error.remedy) from error
 
 
@@ -286,13 +266,8 @@ _SYNTHETIC = tuple(f"synthetic_acceptance_{kind}" for kind in ("rate", "rates", 
 
 
 def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` unless exactly one of the three options is given, and in range.
-
-    Args:
-        where: prefix of names in errors.
-        count: num_speculative_tokens, K.
-        options: `synthetic_acceptance_rate`, `_rates` and `_length`, None if not given.
-    """
+    """Raise `ConfigError`, with names after `where`, unless exactly one of the three options is
+    given (not None) and in range for K = `count`."""
     names = [name for name in _SYNTHETIC if options[name] is not None]
     remedy = "Rule `synthetic` takes exactly one of the three."
     if not names:
@@ -313,7 +288,6 @@ def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
 
 
 def _check_rates(field: str, rates: Any, count: int) -> None:
-    """Raise `ConfigError` unless `rates` are `count` numbers in [0, 1] that never rise."""
     if not isinstance(rates, Sequence) or isinstance(rates, str) or len(rates) != count:
         bound = f"a list of num_speculative_tokens = {count} numbers in [0, 1]"
         raise ConfigError(field, rates, bound)

@@ -1,25 +1,22 @@
 """Which drafter a `hybrid` request uses in a round, judged by past rounds of all requests.
 
-Looked-up drafts are taken if they should yield at least as many tokens per millisecond as a model's
+Looked-up drafts are taken if they should yield at least as many tokens per second as a model's
 drafts: (1 + accepted) over the seconds of drafting and of the verifying pass. `accepted` is the
 mean of past rounds in which about as many drafts were expected to be accepted. The seconds are
-measured while serving. Nothing here sees the token that the target will draw, because the output
-would then be biased.
+measured while serving. The choice never depends on the token that the target will draw, because the
+output would then be biased.
 
-A request with its own seed that draws at random under `standard` or `block` must have the same text
-whatever else is in the batch and however fast it runs. Its choice therefore depends only on its own
-tokens: looked-up drafts are taken if a fixed share of the drafts asked for should be accepted.
+The text of a request with its own seed that draws at random under `standard` or `block` must not
+depend on the rest of the batch or on speed. So the choice depends only on the request's tokens:
+looked-up drafts are taken if a fixed share of the requested drafts should be accepted.
 
-What a choice can gain was replayed on 56 held-out texts (embedded pair, K = 5, T=0, fixed costs).
-The best sequence of choices in hindsight decodes 1.29 times as fast as the draft model without
-look-ups, with 1.07 times its tokens per step (1.08 times those of the head). The choices made here
-reach 1.17 and 1.02. A linear model of match length and counts, fitted to other texts, did no
-better. Nothing was gained by appending looked-up drafts to a model's, or the reverse, or by ending
-drafts where q is flat.
-
-There is one mean per kind of round, over all requests. Separate means for each request chose no
-better on held-out code. `control.Acceptance` would take 43 us a step, since it is made for batches;
-the means here take 4.
+What choices can gain was replayed on 56 held-out texts (embedded pair, K = 5, T=0, fixed costs).
+The best choices in hindsight decode 1.29 times as fast as the draft model alone, with 1.07 times as
+many tokens per step (1.08 times those of the head). The choices made here reach 1.17 and 1.02. A
+linear model of match length and counts, fitted to other texts, did no better, nor did separate
+means for each request. Nothing was gained by appending looked-up drafts to a model's, or the
+reverse, or by ending drafts where q is flat. `control.Acceptance`, made for batches, would take
+43 us a step; the means here take 4.
 """
 
 from __future__ import annotations
@@ -32,15 +29,14 @@ from typing import NamedTuple
 from foretoken.slots.step import Admission, Outcome
 
 FIXED_PART = 0.85
-"""Looked-up drafts are taken if this share of the drafts asked for should be accepted, where no
-measurement is used."""
+"""The share of the requested drafts that should be accepted, where no measurement is used."""
 
 # Assumed shares of a model's drafts that are accepted: if the look-up found no drafts, and if it
-# found as many as were asked for. Repetitive text is easier for a model, too: at T=0 it had 3.7 of
-# 5 drafts accepted overall, and 4.1 in repetitive text.
+# found as many as requested. Repetitive text is easier for a model, too: at T=0 it had 3.7 of 5
+# drafts accepted overall, and 4.1 in repetitive text.
 _MODEL_PRIORS = (0.6, 0.8)
-_PRIOR_ROUNDS = 8  # rounds that the prior counts for
-_MOST_ROUNDS = 64  # rounds that a mean looks back on
+_PRIOR_ROUNDS = 8  # weight of the prior
+_MOST_ROUNDS = 64  # the most rounds in a mean
 
 
 class _Mean(NamedTuple):
@@ -50,18 +46,18 @@ class _Mean(NamedTuple):
     rounds: int = _PRIOR_ROUNDS
 
     def updated(self, value: float) -> _Mean:
-        """The mean with one more round; after `_MOST_ROUNDS` rounds, older ones fade."""
+        """The mean with one more round; after `_MOST_ROUNDS` rounds, earlier ones count less."""
         rounds = min(self.rounds + 1, _MOST_ROUNDS)
         return _Mean(self.value + (value - self.value) / rounds, rounds)
 
 
 class Kind(NamedTuple):
-    """The key of a mean: rounds of one kind share it.
+    """A kind of rounds, which share a mean.
 
-    drafter:    number of the drafter
-    samples:    whether the request draws at random
-    expected:   looked-up drafts that were expected to be accepted, rounded
-    num_drafts: drafts that a model was asked for; 0: the drafts were looked up
+    drafter: number of the drafter
+    samples: whether the request draws at random
+    expected: looked-up drafts that were expected to be accepted, rounded
+    num_drafts: drafts requested of a model; 0: the drafts were looked up
     """
 
     drafter: int
@@ -71,7 +67,7 @@ class Kind(NamedTuple):
 
     @property
     def prior(self) -> float:
-        """Accepted drafts that are assumed before the first round of this kind."""
+        """The mean number of accepted drafts that is assumed before the first round."""
         if not self.num_drafts:
             return self.expected
         low, high = _MODEL_PRIORS
@@ -81,15 +77,14 @@ class Kind(NamedTuple):
 class Chooser:
     """Chooses between looked-up drafts and a model's; learns what rounds yield and cost.
 
-    Attributes:
-        pass_seconds: duration of a verifying pass divided by its number of requests; None: not
-            measured yet.
+    pass_seconds: duration of a verifying pass divided by its number of requests; None: not measured
+        yet.
     """
 
     def __init__(self) -> None:
         self._means: dict[Kind, _Mean] = {}
         self._seconds: dict[int, float] = {}  # by drafter: of drafting for one request
-        # By slot: each kind of drafts considered in this round, and the drafts if not taken.
+        # By slot: kinds of drafts considered in this round, each with the drafts if not taken.
         self._offers: dict[int, list[tuple[Kind, Sequence[int] | None]]] = {}
         self.pass_seconds: float | None = None
 
@@ -106,7 +101,7 @@ class Chooser:
         Args:
             drafter: number of the drafter that looked up the drafts.
             expected: how many of the drafts should be accepted, estimated from counts.
-            model: number of the drafter that runs a model, and the drafts it would be asked for.
+            model: number of the drafter that runs a model, and how many drafts it would make.
         """
         model_number, num_drafts = model
         kind = Kind(drafter, request.params.temperature > 0, round(expected))
@@ -130,10 +125,8 @@ class Chooser:
         offers.append((Kind(number, samples, expected, num_drafts), None))
 
     def learn(self, slot: int, outcome: Outcome) -> None:
-        """Update the means with the accepted drafts of this round.
-
-        For drafts that were not taken, count those that equal the tokens drawn.
-        """
+        """Update the means with the accepted drafts of this round. Of drafts that were not taken,
+        count those that equal the drawn tokens."""
         for kind, unused_drafts in self._offers.pop(slot, ()):
             mean, num_accepted = self._mean(kind), float(outcome.num_accepted)
             if unused_drafts is not None:
@@ -144,11 +137,9 @@ class Chooser:
             self._means[kind] = mean.updated(num_accepted)
 
     def forget(self, slot: int) -> None:
-        """Forget the request in this slot."""
         self._offers.pop(slot, None)
 
     def held_slots(self) -> Iterable[int]:
-        """Slots with drafts that await their outcome."""
         return self._offers.keys()
 
     @contextmanager
@@ -157,26 +148,20 @@ class Chooser:
         begin = time.perf_counter()
         yield
         seconds = (time.perf_counter() - begin) / num_requests
-        self._seconds[number] = follow(self._seconds.get(number), seconds)
+        self._seconds[number] = update_duration(self._seconds.get(number), seconds)
 
     def _mean(self, kind: Kind) -> _Mean:
-        """Accepted drafts in rounds of this kind, or the prior before the first such round."""
         return self._means.get(kind) or _Mean(kind.prior)
 
 
-def follow(usual: float | None, seconds: float) -> float:
-    """The usual duration after one more measurement, `seconds`; None: it is the first one.
-
-    A slower round counts little, since it may have computed a prompt, too.
-    """
+def update_duration(usual: float | None, seconds: float) -> float:
+    """The usual duration (None before the first measurement) after one more measurement. A longer
+    one counts little, since the round may have computed a prompt, too."""
     if usual is None:
         return seconds
     return usual + (seconds - usual) / (2 if seconds < usual else 32)
 
 
 def _is_reproducible(request: Admission) -> bool:
-    """Whether the request's text must be reproducible and depends on its drafts.
-
-    Then the choice may depend only on the request's own tokens.
-    """
-    return request.shows_drafts and request.params.seed is not None
+    """Whether the request's text depends on its drafts and must be reproducible."""
+    return request.depends_on_drafts and request.params.seed is not None

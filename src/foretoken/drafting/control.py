@@ -1,11 +1,10 @@
 """How many drafts are worth their cost: acceptance, step times, and the choice of K. No torch.
 
-Charter: only numbers and arrays; this module knows no `Request`. `Acceptance` estimates how likely
-each draft is to be accepted, `StepCosts` how long a step takes. `by_gain` or `by_width` gives each
-request of the next step the number of drafts that maximises the expected tokens per second. Only
-completed rounds are used. If a choice had seen a token that it decides about, the output would be
-biased, even if only the batch's total number of drafts depended on that token
-(`lab/laws/mutants.py` has a mutant of each kind).
+`Acceptance` estimates how likely each draft is to be accepted, `StepCosts` how long a step takes.
+`by_gain` or `by_width` gives each request of the next step the number of drafts that maximises the
+expected tokens per second. Only completed rounds are used: the output would be biased if a choice
+depended on a token that it decides about, even if only through the batch's total number of drafts
+(`lab/laws/mutants.py` has mutants that do so).
 
 Shape suffixes: B requests that decode, K drafts, S slots, R rounds, J measured batch sizes.
 """
@@ -24,34 +23,34 @@ Array = np.ndarray[Any, Any]
 ADAPTS = -1
 """Stands for a number of drafts that is still to be chosen."""
 
-# Priors of an estimate, in rounds that they count for.
-_FIRST_CHANCE = 0.8  # assumed acceptance of the first draft; high, so that drafts get tried
+# Priors of estimates. Weights are numbers of rounds.
+_FIRST_CHANCE = 0.8  # assumed acceptance of the first draft; high, so that drafts are tried
 _FIRST_ROUNDS = 4.0  # weight of that assumption
-_PRECEDING_ROUNDS = 2.0  # weight of the preceding draft's estimate, for each further draft
-_SHARED_ROUNDS = 8.0  # weight of the estimate over all requests, for a single request
+_PRECEDING_ROUNDS = 2.0  # weight of the preceding draft's estimate in that of a further draft
+_SHARED_ROUNDS = 8.0  # weight of the estimate over all requests in that of one request
 # Factors by which earlier counts decay.
 _SHARED_DECAY = 1 - 1 / 256  # counts over all requests, per round of any request
 _OWN_DECAY = 1 - 1 / 48  # counts of a request, per round of this request
-_AGING = 1 - 1 / 48  # all counts, per choice of K: without drafts few rounds would renew them
+_AGING = 1 - 1 / 48  # all counts, per choice of K: without drafts hardly any rounds renew them
 
 
 class Acceptance:
-    """How likely the drafts are accepted, by request and draft index.
+    """Estimates how likely drafts are accepted, by request and draft index.
 
-    A request's estimate uses its own rounds, of which recent ones weigh most. The estimate over all
-    requests is its prior. A draft that was asked for but not made counts as rejected.
+    The estimate for a request has the estimate over all requests as its prior, and uses the
+    request's rounds, recent ones most. A requested draft that was not made counts as rejected.
     """
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         self._index_K = np.arange(max_drafts)
         self._tried_SK = np.zeros((num_slots, max_drafts))
         self._accepted_SK = np.zeros((num_slots, max_drafts))
-        # Over all requests: drafts asked for, made, tried, accepted. A draft is tried if all drafts
-        # before it were accepted.
+        # Over all requests: drafts requested, made, tried, accepted. A requested draft is tried if
+        # all drafts before it were accepted.
         self._shared_4K = np.zeros((4, max_drafts))
 
     def observe(self, rounds: Iterable[tuple[int, int, int, int]]) -> None:
-        """Count completed rounds, each (slot, drafts asked for, drafts made, drafts accepted)."""
+        """Count completed rounds: (slot, drafts requested, drafts made, drafts accepted)."""
         columns = np.array([*rounds], dtype=np.int64).reshape(-1, 4).T
         slot_R, asked_R, made_R, accepted_R = columns
         if not len(slot_R):
@@ -62,7 +61,7 @@ class Acceptance:
         accepted_RK = index_K < accepted_R[:, None]
         made_RK = index_K < made_R[:, None]
         counts_4K = [x.sum(axis=0) for x in (asked_RK, made_RK, tried_RK, accepted_RK)]
-        # Decay each draft index by its own number of trials: one tried seldom decays slowly.
+        # Decay each draft index by its number of trials, so that rare trials count for longer.
         self._shared_4K[:2] *= _SHARED_DECAY ** counts_4K[0]
         self._shared_4K[2:] *= _SHARED_DECAY ** counts_4K[2]
         self._shared_4K += counts_4K
@@ -72,13 +71,12 @@ class Acceptance:
             np.add.at(table_SK, slot_R, new_RK)
 
     def age(self) -> None:
-        """Reduce the weight of everything counted so far."""
+        """Reduce the weight of all earlier rounds."""
         for table in (self._tried_SK, self._accepted_SK, self._shared_4K):
             table *= _AGING
 
     def shared(self) -> Array:
-        """Conditional acceptance over all requests, [K]: the probability that a draft is accepted
-        if all drafts before it are."""
+        """The probability [K], over all requests, that a draft is accepted if those before are."""
         _, _, tried_K, accepted_K = self._shared_4K.tolist()
         chance, weight, chances = _FIRST_CHANCE, _FIRST_ROUNDS, []
         for tried, accepted in zip(tried_K, accepted_K, strict=True):
@@ -87,23 +85,21 @@ class Acceptance:
         return np.array(chances)
 
     def offered(self) -> Array:
-        """The probability that the drafter makes a draft that it is asked for, [K]."""
+        """The probability that the drafter makes a requested draft, [K]."""
         asked_K, made_K, _, _ = self._shared_4K
         return (made_K + 1) / (asked_K + 1)
 
     def joint(self, slots: Sequence[int]) -> Array:
-        """The probability that a request's draft and all drafts before it are accepted, [B, K]."""
+        """The probability that a request's draft and those before it are accepted, [B, K]."""
         tried_BK, accepted_BK = self._tried_SK[slots], self._accepted_SK[slots]
         prior_K = _SHARED_ROUNDS * self.shared()
         conditional_BK = (accepted_BK + prior_K) / (tried_BK + _SHARED_ROUNDS)
         return np.cumprod(conditional_BK, axis=1)
 
     def release(self, slot: int) -> None:
-        """Forget the request in this slot."""
         self._tried_SK[slot] = self._accepted_SK[slot] = 0
 
     def held_slots(self) -> list[int]:
-        """Slots of requests that have had drafts."""
         held: list[int] = np.flatnonzero(self._tried_SK.any(axis=1)).tolist()
         return held
 
@@ -112,14 +108,13 @@ class Acceptance:
 class StepTable:
     """Measured seconds of decoding steps. The suffix K1 stands for 0 to K drafts per request.
 
-    Attributes:
-        batches: numbers of requests in the measured steps, [J], rising.
-        rest_JK1: seconds of a step except its drafting.
-        draft_JK1: seconds of the drafting.
-        context_K1: seconds for each token of the requests' contexts. They jump where one more draft
-            needs another tile of rows.
-        missed: seconds of drafting for each token that the drafter has yet to compute, because it
-            came while the drafter was not asked for drafts.
+    batches: numbers of requests in the measured steps, [J], rising.
+    rest_JK1: seconds of a step without its drafting.
+    draft_JK1: seconds of the drafting.
+    context_K1: seconds for each token of the requests' contexts. They jump where one more draft
+        needs another tile of rows.
+    missed: seconds of drafting for each token that the drafter must compute first, because it came
+        in a step without drafts.
     """
 
     batches: Array
@@ -129,20 +124,20 @@ class StepTable:
     missed: float = 0.0
 
     def shown(self) -> str:
-        """A text with one line per batch size: milliseconds with 0, 1, .. drafts per request."""
+        """One line per batch size: milliseconds with 0, 1, .. drafts per request."""
         step_JK1 = 1e3 * (self.rest_JK1 + self.draft_JK1)
         rows = zip(self.batches.tolist(), step_JK1.tolist(), strict=True)
         return "\n".join(f"batch {b}: {' '.join(f'{ms:.2f}' for ms in row)} ms" for b, row in rows)
 
 
 class Curve(NamedTuple):
-    """Costs of a step at one batch size, in seconds. K1: by drafts per request; K: by draft index.
+    """Seconds of a step at one batch size. K1: by drafts per request; K: by draft index.
 
-    rest_K1:      the step except its drafting
-    first_K:      the drafter's pass for draft i, for one request
-    more_K:       the same pass, for each further request
-    context_K1:   for each token of the requests' contexts
-    deviation_K1: logarithm of measured to expected seconds
+    rest_K1: the step without its drafting
+    first_K: the drafter's pass for draft i, with one request
+    more_K: what each further request adds to this pass
+    context_K1: for each token of the requests' contexts
+    deviation_K1: log (measured / expected seconds)
     """
 
     rest_K1: Array
@@ -152,46 +147,37 @@ class Curve(NamedTuple):
     deviation_K1: Array
 
     def seconds(self, per_request: Any, draft: Any, context: int) -> Any:
-        """Seconds of a step, drafting included: a number or an array like `per_request`.
-
-        Args:
-            per_request: drafts per request on average, a number or an array.
-            draft: seconds of drafting, a number or an array like `per_request`.
-            context: tokens of all requests together.
-        """
+        """Seconds of a step with `per_request` drafts per request on average, `draft` seconds of
+        drafting (two numbers or two arrays), and `context` tokens of all requests together."""
         index_K1 = np.arange(len(self.rest_K1))
         rest = np.interp(per_request, index_K1, self.rest_K1)
         rest = rest + context * np.interp(per_request, index_K1, self.context_K1)
         return (rest + draft) * np.exp(np.interp(per_request, index_K1, self.deviation_K1))
 
     def drafting(self, live_K: Array) -> Any:
-        """Seconds of drafting if `live_K[i]` requests take part in the pass for draft i.
-
-        `live_K` may have leading dimensions [..., K]; the result has them, too.
-        """
+        """Seconds of drafting [...] if `live_K[..., i]` requests are in the pass for draft i."""
         return ((live_K > 0) * self.first_K + np.maximum(live_K - 1, 0) * self.more_K).sum(axis=-1)
 
 
 class StepCosts:
     """Seconds of a step, from the measurements at start and from the steps since.
 
-    Measured steps differ from the table in two ways. A common deviation of all steps, `off` (the
-    machine is busy, contexts are long), changes no choice of K; it is learned quickly. Deviations
-    by number of drafts and batch size are learned slowly, within bounds, and they decay.
+    Measured steps deviate from the table in two ways. A slowdown of all steps (the machine is busy,
+    contexts are long) changes no choice of K; it is learned quickly. Deviations by number of drafts
+    and batch size are learned slowly, within bounds, and decay.
     """
 
-    _QUICK, _SLOW = 0.2, 0.03  # rates of learning: of `off`; of a deviation
-    _KEPT = 0.995  # factor of decay of deviations per step
-    _MOST_AT_ONCE, _MOST = log(1.25), log(1.2)  # bounds: of what one step teaches; of a deviation
+    _QUICK, _SLOW = 0.2, 0.03  # rates of learning of the slowdown, and of a deviation
+    _DECAY = 0.995  # of deviations, per step
+    _MOST_PER_STEP, _MOST = log(1.25), log(1.2)  # bounds of a step's surprise, and of a deviation
 
     def __init__(self, table: StepTable) -> None:
         self.table = table
-        self.off = 0.0  # logarithm of measured to expected seconds
+        self.log_slowdown = 0.0  # log (measured / expected seconds)
         self._host: float | None = None  # seconds of the host's work for one request in one step
         self._deviations: dict[int, Array] = {}
 
     def curve(self, batch: int) -> Curve:
-        """Costs of steps with `batch` requests."""
         table = self.table
         rest_K1 = _interpolate(table.batches, table.rest_JK1, batch)
         draft_K1 = _interpolate(table.batches, table.draft_JK1, batch)
@@ -205,40 +191,33 @@ class StepCosts:
         )  # fmt: skip
 
     def learn(self, batch: int, per_request: float, expected: float, measured: float) -> None:
-        """Update `off` and the deviations from the measured seconds of a step.
-
-        Args:
-            per_request: drafts per request in this step, on average.
-            expected: seconds by `curve`, which leaves out `off`.
-        """
+        """Update the slowdown and the deviations from a step with `per_request` drafts per request
+        on average: from its `measured` seconds, and the `expected` ones of `curve`."""
         deviation_K1 = self._deviation(batch)
-        gap = log(max(measured, 1e-9) / max(expected, 1e-9)) - self.off
-        gap = min(max(gap, -self._MOST_AT_ONCE), self._MOST_AT_ONCE)
-        self.off += self._QUICK * gap
-        deviation_K1 *= self._KEPT
+        gap = log(max(measured, 1e-9) / max(expected, 1e-9)) - self.log_slowdown
+        gap = min(max(gap, -self._MOST_PER_STEP), self._MOST_PER_STEP)
+        self.log_slowdown += self._QUICK * gap
+        deviation_K1 *= self._DECAY
         nearest = round(per_request)
         moved = deviation_K1[nearest] + self._SLOW * gap
         deviation_K1[nearest] = min(max(moved, -self._MOST), self._MOST)
 
     def learn_host(self, batch: int, measured: float) -> None:
-        """Learn from the seconds that a step of `batch` requests took outside the runner."""
+        """Learn from the seconds of a step of `batch` requests outside the runner."""
         measured = max(measured, 0.0) / batch
         known = measured if self._host is None else self._host
         largest = known + 1e-5  # an outlier counts as about twice the known time
         self._host = known + self._QUICK * min(measured - known, largest)
 
     def _deviation(self, batch: int) -> Array:
-        """Logarithms of measured to expected seconds by drafts per request, [K + 1].
-
-        Batch sizes with the same number of bits share one array, which `learn` changes in place.
-        """
+        """`Curve.deviation_K1`. Batch sizes with the same number of bits share one array, which
+        `learn` changes in place."""
         width = self.table.rest_JK1.shape[1]
         return self._deviations.setdefault(batch.bit_length(), np.zeros(width))
 
 
 def _interpolate(batches: Array, table_JK1: Array, batch: int) -> Array:
-    """A table's row for a batch size: interpolated between the measured sizes, and in proportion to
-    the size above the largest of them."""
+    """The row for a batch size: interpolated, or in proportion to sizes above the largest."""
     if batch >= batches[-1]:
         return np.asarray(table_JK1[-1] * (batch / batches[-1]))
     # The smallest measured size is 1, so one measured size is at most `batch`.
@@ -250,11 +229,10 @@ def _interpolate(batches: Array, table_JK1: Array, batch: int) -> Array:
 class Load(NamedTuple):
     """The requests of a step.
 
-    Attributes:
-        joint_BK: `Acceptance.joint`.
-        fixed_B: number of drafts of each request; `ADAPTS` where it is to be chosen.
-        offered_K: `Acceptance.offered`.
-        context: tokens of all requests together.
+    joint_BK: `Acceptance.joint`.
+    fixed_B: number of drafts of each request; `ADAPTS` where it is to be chosen.
+    offered_K: `Acceptance.offered`.
+    context: tokens of all requests together.
     """
 
     joint_BK: Array
@@ -264,11 +242,11 @@ class Load(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How many drafts a step's requests ask for, and what the step is expected to yield.
+    """The number of drafts of each request in a step, and the expected result.
 
-    asked_B:     number of drafts to ask for, by request
-    tokens:      expected tokens of all requests together
-    seconds:     expected duration of the step
+    asked_B: number of drafts to request of the drafter, by request
+    tokens: expected tokens of all requests together
+    seconds: expected duration of the step
     per_request: drafts that the drafter is expected to make per request, on average
     """
 
@@ -279,23 +257,19 @@ class Choice(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
         return self.tokens / self.seconds
 
 
 def draft_widths(num_drafts: int, *, adapts: bool) -> tuple[int, ...]:
-    """Numbers of drafts per request to which captured steps are padded.
-
-    They are 0 and `num_drafts`, and if K is chosen step by step also some numbers between. Without
-    3 the 8B shape lost 4 to 11 % on an H200, because a tile of attention holds 4 rows of each
-    request.
-    """
+    """Numbers of drafts per request to which captured steps are padded: 0, `num_drafts`, and if K
+    `adapts` some between. Without 3 the 8B shape lost 4 to 11 % on an H200, because a tile of
+    attention holds 4 rows of each request."""
     between = [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24) if k < num_drafts] if adapts else []
     return (0, *between, num_drafts) if num_drafts else (0,)
 
 
 def expect(curve: Curve, load: Load, asked_B: Array, *, in_lockstep: bool = False) -> Choice:
-    """The expected result of a step in which the requests ask for `asked_B` drafts.
+    """The expected result of a step in which `asked_B` drafts are requested.
 
     Args:
         in_lockstep: True for a GPU: every request takes part in as many passes, and has as many
@@ -316,7 +290,7 @@ def expect(curve: Curve, load: Load, asked_B: Array, *, in_lockstep: bool = Fals
 
 
 def by_gain(curve: Curve, load: Load) -> Choice:
-    """Add drafts one by one, the likeliest first, and take the number at which the rate peaks.
+    """Add drafts one by one, the likeliest first, and take the number with the highest rate.
 
     Shape suffixes: A requests that adapt, N their possible drafts (A x K), M = N + 1 numbers of
     drafts that may be added.
@@ -327,8 +301,8 @@ def by_gain(curve: Curve, load: Load) -> Choice:
     base_BK = np.arange(max_drafts) < base_B[:, None]
     index_A = np.flatnonzero(adapts_B)
     gain_N = load.joint_BK[index_A].ravel()
-    # A draft is added after all earlier drafts of its request, because joint chances never rise and
-    # a stable sort keeps the order of ties.
+    # A draft comes after all earlier drafts of its request, because joint chances never rise and a
+    # stable sort keeps the order of ties.
     order_N = np.argsort(-gain_N, kind="stable")
     draft_N = np.tile(np.arange(max_drafts), len(index_A))[order_N]  # draft index
     live_K = base_BK.sum(axis=0)
@@ -352,8 +326,8 @@ def by_gain(curve: Curve, load: Load) -> Choice:
 
 
 def by_width(curve: Curve, load: Load, widths: Sequence[int]) -> Choice:
-    """The same number of drafts for all requests that adapt: the one of `widths` with the highest
-    rate. A GPU replays steps that were captured at these widths."""
+    """Give all requests that adapt the same number of drafts: that of `widths`, at which steps of a
+    GPU are captured, with the highest rate."""
     choices = (
         expect(curve, load, np.where(load.fixed_B == ADAPTS, width, load.fixed_B), in_lockstep=True)
         for width in widths

@@ -1,17 +1,16 @@
 """A draft model with a completely different tokenizer: it continues the text.
 
-The draft's tokenizer encodes the text so far, the draft model continues it with its likeliest
-tokens, and the target's tokenizer encodes the continuation as drafts. There is no q: drafts are
-verified as one-hot. If the draft model's logits are mapped to the target's ids instead
-(`vocabulary.py`), drafts have a q. That is better where tokens are drawn at random and the
-tokenizers share nine tenths of the text.
+The draft's tokenizer encodes the text, the draft model continues it with its likeliest tokens, and
+the target's tokenizer encodes the continuation as drafts. There is no q: drafts are verified as
+one-hot. `vocabulary.py`, which maps the draft model's logits to the target's ids, has a q. That is
+better where tokens are drawn at random and the tokenizers share nine tenths of the text.
 
-The draft model's positions differ from the target's, so its K/V cannot use the target's blocks.
-Each slot has blocks of its own, enough for the draft model's longest context. K/V stay valid as
-long as the draft's tokens do not change. Only the last tokens of a text may change as it grows.
+The draft model's positions differ from the target's, so its K/V cannot use the target's blocks:
+each slot has other blocks, enough for the draft model's longest context. K/V are valid as long as
+the draft's tokens do not change. Only the last tokens of a text may change as it grows.
 
-Drafts depend only on the request's tokens: texts are encoded in pieces of a fixed number of tokens,
-wherever rounds end.
+Drafts depend only on the request's tokens, not on where rounds end, because texts are encoded in
+pieces of a fixed number of tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from foretoken.ops.steps import DraftRequests
 from foretoken.slots.step import StepPlan
 from foretoken.slots.table import SlotSizes, SlotTable
 
-_PIECE = 32  # target tokens per piece of text; a piece is final once as many tokens follow it
-_TOKENS_PER_DRAFT = 4  # the most tokens that the draft model draws for each draft asked for
+_PIECE = 32  # target tokens per piece of text; a piece is final once 32 more tokens follow it
+_TOKENS_PER_DRAFT = 4  # the most tokens that the draft model draws for each requested draft
 _CHARACTER_BYTES = 4  # the most bytes of a character in UTF-8
 
 
@@ -43,11 +42,10 @@ _CHARACTER_BYTES = 4  # the most bytes of a character in UTF-8
 class Transcript:
     """A request's text in tokens of the draft's tokenizer.
 
-    Attributes:
-        target, draft: the two tokenizers.
-        ids: draft tokens as of the latest `read`.
-        num_final: how many leading `ids` do not change any more.
-        num_read: how many leading target tokens these final ids encode.
+    target, draft: the two tokenizers.
+    ids: draft tokens as of the latest `read`.
+    num_final: how many of the first `ids` do not change any more.
+    num_read: how many of the first target tokens these final ids encode.
     """
 
     target: Any
@@ -57,11 +55,8 @@ class Transcript:
     num_read: int = 0
 
     def read(self, known: list[int]) -> int | None:
-        """Encode a request's known target tokens as `ids`.
-
-        Returns how many leading ids are the same as before; None if the last character is
-        incomplete, so that `ids` are only the final ones.
-        """
+        """Encode a request's known target tokens as `ids`. Returns how many of the first ids have
+        not changed; None if the last character is incomplete: then `ids` has only final ids."""
         ids_before = self.ids
         final_ids = ids_before[: self.num_final]
         while len(known) >= self.num_read + 2 * _PIECE:
@@ -77,7 +72,7 @@ class Transcript:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _is_whole(self, known: list[int]) -> bool:
-        """Whether the text of these target tokens ends with a complete character."""
+        """Whether the last character of these target tokens is complete."""
         before, last_tokens = known[:-_CHARACTER_BYTES], known[-_CHARACTER_BYTES:]
         last = decode_after(self.target, before, last_tokens)
         return not last.endswith(PARTIAL)
@@ -88,11 +83,8 @@ class Transcript:
         return encode_after(self.draft, before, text)
 
     def drafts(self, known: Sequence[int], continuation: Sequence[int]) -> list[int]:
-        """The draft model's continuation as target tokens.
-
-        The last token is left out, since it may be incomplete. But if the continuation ends the
-        text, the last token is the target's end-of-text token.
-        """
+        """The draft model's continuation as target tokens, without the last token, which may be
+        incomplete. If the continuation ends the text, the target's end-of-text token follows."""
         end = self.draft.eos_token_id
         before_end = [*takewhile(lambda token: token != end, continuation)]
         text = decode_after(self.draft, self.ids, before_end).partition(PARTIAL)[0]
@@ -119,12 +111,12 @@ class DraftText(Drafter):
         self._model = DraftModel(replace(setup, speculation=greedy), DraftNetwork(model, None))
         self._model.follows_grammars = False
         self._max_tokens, self._max_drafts = model.max_model_len, max_tokens
-        self._num_blocks = -(-(model.max_model_len + max_tokens) // size)  # of each slot
+        self._num_blocks = -(-(model.max_model_len + max_tokens) // size)  # per slot
         table_bytes = SlotTable.bytes_per_slot(model.max_model_len + max_tokens, size)
         self.bytes_per_slot = self._num_blocks * self._model.kv_bytes_per_block + table_bytes
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """Make a second slot table, for the draft model's tokens. Each slot has its own blocks."""
+        """Make a second slot table, for the draft model's tokens, with blocks for each slot."""
         self.slots, count, total = slots, self._num_blocks, slots.num_slots * self._num_blocks
         sizes = SlotSizes(slots.num_slots, self._max_tokens, self._max_drafts, count, total)
         self._draft_slots = SlotTable(sizes, slots.device, self._model.backend.steps, on_host=True)
@@ -135,7 +127,6 @@ class DraftText(Drafter):
         self._transcripts: dict[int, Transcript] = {}
 
     def propose(self, requests: DraftRequests) -> DraftBlock:
-        """One-hot drafts; none while a character is incomplete. See `Drafter.propose`."""
         pairs = list(zip(requests.slot_B.tolist(), requests.num_B.tolist(), strict=True))
         num_tokens = {slot: self._read(slot, num) for slot, num in pairs if num}
         num_tokens = {slot: num for slot, num in num_tokens.items() if num}
@@ -155,11 +146,9 @@ class DraftText(Drafter):
         return one_hot_block([drafts.get(slot, [])[:num] for slot, num in pairs], self.slots.device)
 
     def _read(self, slot: int, num_drafts: int) -> int:
-        """Write a request's text into the draft model's slot.
-
-        Returns how many of the draft model's tokens may be needed for `num_drafts` target tokens; 0
-        if it cannot draft, because its context is full or a character is incomplete.
-        """
+        """Write a request's text into the draft model's slot. Returns how many of the draft model's
+        tokens `num_drafts` target tokens may need; 0 if its context is full or a character is
+        incomplete."""
         transcript = self._transcripts.setdefault(slot, Transcript(*self._tokenizers))
         known = self.slots.text(slot).tolist()
         num_same, ids = transcript.read(known), transcript.ids
@@ -168,22 +157,19 @@ class DraftText(Drafter):
         if not num_same:
             self._forget(slot)
         # Compute the last id again even if no id changed: drafts start from its row.
-        self._model.take_back(slot, min(num_same, len(ids) - 1))
+        self._model.limit_computed(slot, min(num_same, len(ids) - 1))
         table = self._draft_slots
         table.token_SL[slot, : len(ids)], table.length_S[slot] = ids, len(ids)
         return min(-(-num_drafts * len(ids) // len(known)) + 1, _TOKENS_PER_DRAFT * num_drafts)
 
     def release(self, slot: int) -> None:
-        """Forget the request in this slot."""
         if self._transcripts.pop(slot, None):
             self._forget(slot)
 
     def _forget(self, slot: int) -> None:
-        """Forget the draft model's K/V of this slot."""
         first = slot * self._num_blocks
         self._model.clear(range(first, first + self._num_blocks))
         self._model.release(slot)
 
     def held_slots(self) -> Iterable[int]:
-        """Slots of requests that have a transcript."""
         return self._transcripts

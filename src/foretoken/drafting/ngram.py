@@ -1,9 +1,9 @@
 """Prompt lookup: draft the tokens that followed the last occurrence of the current suffix.
 
-No model and no q: drafts are verified as one-hot. The suffix is the longest one of
-`prompt_lookup_max` down to `prompt_lookup_min` tokens that occurred before. Of its occurrences the
-latest with K tokens after it is used, or else the one with the most tokens after it (Saxena 2023,
-"Prompt Lookup Decoding").
+There is no model and no q: drafts are verified as one-hot. The suffix is the longest one of
+`prompt_lookup_min` to `prompt_lookup_max` tokens that occurred before. The latest occurrence with K
+tokens after it is used, or else the one with the most tokens after it (Saxena 2023, "Prompt Lookup
+Decoding").
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ class NGram(Drafter):
         self.shortest, self.longest = setup.speculation.lookup_sizes
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """Remember the slots, which hold the requests' tokens."""
         self.slots = slots
 
     def propose(self, requests: DraftRequests) -> DraftBlock:
-        """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
         token_BK, num_B = self.slots.steps.look_up(requests, self.shortest, self.longest)
         return DraftBlock(token_BK, num_B, None, q_flags(len(num_B), num_B.device, real=False))

@@ -6,7 +6,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import cast
 
-from foretoken.config import HYBRID, SpeculativeConfig, check_choice, of_drafter
+from foretoken.config import HYBRID, SpeculativeConfig, check_choice, errors_of_drafter
 from foretoken.drafting.base import Drafter
 from foretoken.errors import ConfigError
 from foretoken.foreign import SPECULATIVE_METHODS
@@ -17,7 +17,7 @@ DRAFTERS = {
     "eagle3": "foretoken.drafting.stacks:Eagle3",
     "forced": "foretoken.drafting.forced:Forced",
     "ngram": "foretoken.drafting.ngram:NGram",
-    "prediction": "foretoken.drafting.prediction:Prediction",
+    "prediction": "foretoken.drafting.forced:Prediction",
     "suffix": "foretoken.drafting.suffix:Suffix",
 }
 
@@ -25,12 +25,11 @@ ON_DEVICE = {"draft_model": "foretoken.drafting.stacks:LockstepDraftModel"}
 """Drafters that have a different class on an asynchronous device."""
 
 ON_HOST_ALONE = {
-    name: f"`{name}` reads tokens on the host, too late for a GPU: `ngram` runs on the device."
+    name: f"`{name}` reads tokens on the host, too late for a GPU: use `ngram` there."
     for name in ("draft_text", "forced", "prediction", "suffix")
 }
-"""Drafters that cannot run on an asynchronous device, and what to use instead."""
+"""Drafters that cannot run on an asynchronous device, and the remedy."""
 
-_SEVERAL = "foretoken.drafting.several:Several"
 _COMMON_OPTIONS = (  # prefixes of options that every drafter accepts
     "method", "num_speculative_tokens", "max_speculative_tokens", "rejection_sample_method",
     "synthetic_",
@@ -38,17 +37,13 @@ _COMMON_OPTIONS = (  # prefixes of options that every drafter accepts
 
 
 def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> type[Drafter]:
-    """The drafter class for these options: of `method`, or `Several` if there are `drafters`.
-
-    Raises:
-        ConfigError: `method` is unknown, or it needs a host (`on_host` is False), or an option does
-            not belong to it.
-    """
+    """The class for these options: that of `method`, or `Several` if there are `drafters`;
+    `ConfigError` if `method` is unknown or cannot run here, or does not read a given option."""
     if speculation.drafters is not None:
         for i, member in enumerate(speculation.members.values()):
-            with of_drafter(i):
+            with errors_of_drafter(i):
                 find_drafter(member, on_host=on_host)
-        return _imported(_SEVERAL)
+        return _import_class("foretoken.drafting.several:Several")
     method = speculation.method or ""
     classes, remedy = DRAFTERS, ""
     if not on_host:
@@ -56,15 +51,14 @@ def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> typ
         classes = {name: place for name, place in on_device.items() if name not in ON_HOST_ALONE}
         remedy = ON_HOST_ALONE.get(method, "")
     if method == HYBRID:
-        remedy = (
-            'It needs `drafters`, for example [{"method": "ngram"}, {"method": "draft_model"}].'
-        )
-    instead = SPECULATIVE_METHODS.get("mtp" if method.endswith("_mtp") else method)
-    if instead is not None:  # a method of vLLM: its remedy helps more than the most similar name
+        example = '[{"method": "ngram"}, {"method": "draft_model"}]'
+        remedy = f"It needs `drafters`, for example {example}."
+    vllm_remedy = SPECULATIVE_METHODS.get("mtp" if method.endswith("_mtp") else method)
+    if vllm_remedy is not None:  # for a method of vLLM: better than the most similar name
         bound = f"one of {', '.join(classes)}"
-        raise ConfigError("speculative_config.method", method, bound, instead)
+        raise ConfigError("speculative_config.method", method, bound, vllm_remedy)
     check_choice("speculative_config.method", method, tuple(classes), remedy)
-    drafter = _imported(classes[method])
+    drafter = _import_class(classes[method])
     for field in fields(speculation):
         option, value = field.name, getattr(speculation, field.name)
         is_allowed = option.startswith(_COMMON_OPTIONS) or option in drafter.options
@@ -75,7 +69,6 @@ def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> typ
     return drafter
 
 
-def _imported(place: str) -> type[Drafter]:
-    """The class at `module:name`."""
+def _import_class(place: str) -> type[Drafter]:
     module, name = place.split(":")
     return cast(type[Drafter], getattr(import_module(module), name))

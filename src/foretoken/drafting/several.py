@@ -1,16 +1,14 @@
 """Several drafters loaded together: each request uses the one that it names, or `hybrid`.
 
-This is a drafter made of drafters, its members. It routes requests to the members by slot and
-merges the blocks that they return. Each member's state stays as correct as if it were the only
-drafter. A member that runs in lock-step with the target also observes other members' requests: its
-own requests may reuse the cache blocks of those requests.
+This is a drafter made of drafters, its members. Requests go to the members by slot, and the blocks
+of drafts are merged. A member that runs in lock-step with the target also observes other members'
+requests, because its requests may reuse their cache blocks.
 
 `hybrid` chooses a member for each request and round. It takes looked-up drafts if they are worth it
 (`choice.py`), else the drafts of the first member that runs a model.
 
-On a host each member drafts only for its own requests. On an asynchronous device every member that
-some request of the step may use gets all requests; the spare slot replaces the requests of other
-members.
+On a host each member drafts only for its requests. On an asynchronous device every member that a
+request of the step may use gets all requests; the spare slot replaces other members' requests.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.config import HYBRID, EngineConfig, SpeculativeConfig, of_drafter
+from foretoken.config import HYBRID, EngineConfig, SpeculativeConfig, errors_of_drafter
 from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts, select_requests
-from foretoken.drafting.choice import Chooser, follow
+from foretoken.drafting.choice import Chooser, update_duration
 from foretoken.drafting.registry import find_drafter
 from foretoken.drafting.stacks import Autoregressive
 from foretoken.errors import ConfigError, IntegrityError
@@ -37,9 +35,9 @@ from foretoken.slots.table import SlotTable
 
 
 class Several(Drafter):
-    """The drafters of `SpeculativeConfig.drafters`, numbered in its order.
+    """The drafters of `SpeculativeConfig.drafters`, numbered in this order.
 
-    chooser: chooses for requests under `hybrid`; made by `allocate`, and may be replaced after it
+    chooser: chooses for `hybrid` requests; made by `allocate`
     """
 
     @classmethod
@@ -47,13 +45,13 @@ class Several(Drafter):
         """The views of all members merged; `ConfigError` if two read different hidden states."""
         merged = TargetView()
         for i, member_config in enumerate(_configs(config)):
-            with of_drafter(i):
+            with errors_of_drafter(i):
                 speculation = _speculation(member_config)
                 view = find_drafter(speculation).target_view(member_config)
                 layers = view.aux_layers or merged.aux_layers
                 if merged.aux_layers not in ((), layers):
                     bound = f"a drafter that reads hidden states {list(merged.aux_layers)}"
-                    remedy = f"It reads {list(layers)}; the target gives one set of them."
+                    remedy = f"It reads {list(layers)}; all drafters must read the same ones."
                     model = speculation.model
                     raise ConfigError("speculative_config.model", model, bound, remedy)
                 merged = TargetView(layers, merged.head or view.head)
@@ -63,7 +61,7 @@ class Several(Drafter):
         self.members: list[Drafter] = []
         for i, config in enumerate(_configs(setup.config)):
             speculation = _speculation(config)
-            with of_drafter(i):
+            with errors_of_drafter(i):
                 build = find_drafter(speculation, on_host=setup.on_host)
                 self.members.append(build(replace(setup, config=config, speculation=speculation)))
         members, names = self.members, tuple(setup.speculation.members)
@@ -90,10 +88,10 @@ class Several(Drafter):
         self._shares_blocks = setup.config.enable_prefix_caching
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """Have all members allocate. Members that keep q share one cache."""
+        """Allocate all members. Members that keep q share one cache."""
         self.slots, shared = slots, None
         self.chooser = Chooser()
-        # By slot: under `hybrid`, the number of the member that made the latest drafts.
+        # By slot of a `hybrid` request: the number of the member that made the latest drafts.
         self._source: dict[int, int] = {}
         self._proposed_at = 0.0
         for member in self.members:  # free all old caches of q before a new one is made
@@ -107,150 +105,131 @@ class Several(Drafter):
                 shared = shared or member.cache
 
     def propose(self, requests: DraftRequests) -> DraftBlock:
-        """See `Drafter.propose`. For a request under `hybrid`, members that look up come first."""
-        chooses = len(self.members) in requests.drafters  # the number of `hybrid`
-        if len(requests.drafters) == 1 and not chooses:
+        has_hybrid = len(self.members) in requests.drafters  # the number of `hybrid`
+        if len(requests.drafters) == 1 and not has_hybrid:
             return self.members[min(requests.drafters)].propose(requests)
         drafter_B, merged = self.slots.drafter_S[requests.slot_B], None
         source_B = torch.zeros_like(drafter_B)
-        open_B = drafter_B == len(self.members)  # requests under `hybrid` that need drafts
-        if chooses:
-            open_B &= requests.num_B > 0
+        pending_B = drafter_B == len(self.members)  # `hybrid` requests that still need drafts
+        if has_hybrid:
+            pending_B &= requests.num_B > 0
         for number in self._order:
-            mine_B, may_choose = drafter_B == number, chooses and number in self._hybrid_members
-            if may_choose:
-                mine_B |= open_B
-            block = self._propose_for(mine_B, number, requests)
+            member_B, in_hybrid = drafter_B == number, has_hybrid and number in self._hybrid_members
+            if in_hybrid:
+                member_B |= pending_B
+            block = self._propose_for(member_B, number, requests)
             if block is None:
                 continue
-            if may_choose:
-                open_B &= ~self._takes(open_B, number, block, requests)
-                mine_B &= ~open_B
-            if chooses:
-                source_B[mine_B] = number
-            merged = block if merged is None else _where(mine_B, block, merged)
+            if in_hybrid:
+                pending_B &= ~self._choose(pending_B, number, block, requests)
+                member_B &= ~pending_B
+            if has_hybrid:
+                source_B[member_B] = number
+            merged = block if merged is None else _where(member_B, block, merged)
         if merged is None:
             merged = no_drafts(len(source_B), self.slots.device)
-        if chooses:
+        if has_hybrid:
             self._source.update(zip(requests.slot_B.tolist(), source_B.tolist(), strict=True))
             self._proposed_at = time.perf_counter()
             merged = replace(merged, source_B=source_B)
         return merged
 
     def _propose_for(
-        self, mine_B: Tensor, number: int, requests: DraftRequests
+        self, member_B: Tensor, number: int, requests: DraftRequests
     ) -> DraftBlock | None:
-        """A member's drafts for the requests where `mine_B` is True; None if it need not draft.
-
-        The block has a row for each request of the step; the rows of other requests have no drafts.
-        """
+        """A member's drafts for the requests where `member_B` is True; None if it need not draft.
+        The block has a row for every request of the step; rows of other requests have no drafts."""
         member = self.members[number]
         if not self.slots.on_host:
             if number not in requests.drafters:
                 return None
-            return member.propose(
-                requests._replace(
-                    slot_B=torch.where(mine_B, requests.slot_B, self.slots.spare),
-                    num_B=torch.where(mine_B, requests.num_B, 0),
-                    position_B=torch.where(mine_B, requests.position_B, 1),
-                )
-            )
-        index_A = mine_B.nonzero()[:, 0]
+            slot_B = torch.where(member_B, requests.slot_B, self.slots.spare)
+            num_B = torch.where(member_B, requests.num_B, 0)
+            position_B = torch.where(member_B, requests.position_B, 1)
+            requests = requests._replace(slot_B=slot_B, num_B=num_B, position_B=position_B)
+            return member.propose(requests)
+        index_A = member_B.nonzero()[:, 0]
         if not len(index_A):
             return None
-        mine = select_requests(requests, index_A)
+        requests_A = select_requests(requests, index_A)
         with self.chooser.timing(number, len(index_A)):
-            block = member.propose(mine)
-        return block if len(index_A) == len(mine_B) else _spread(block, index_A, len(mine_B))
+            block = member.propose(requests_A)
+        return block if len(index_A) == len(member_B) else _spread(block, index_A, len(member_B))
 
-    def _takes(
-        self, open_B: Tensor, number: int, block: DraftBlock, requests: DraftRequests
+    def _choose(
+        self, pending_B: Tensor, number: int, block: DraftBlock, requests: DraftRequests
     ) -> Tensor:
-        """Whether each request gets this member's drafts: bool [B], False except where `open_B`.
-
-        Args:
-            open_B: requests under `hybrid` that need drafts.
-            number: of the member.
-            block: the member's drafts, a row for each request.
-        """
-        taken_B = torch.zeros_like(open_B)
+        """Which requests get the drafts `block` of member `number`: bool [B], False except in
+        `pending_B`, the `hybrid` requests that need drafts."""
+        taken_B = torch.zeros_like(pending_B)
         num_B, token_BK = block.num_B.tolist(), block.token_BK.tolist()
         expected_B = num_B if block.expected_B is None else block.expected_B.tolist()
-        for b in open_B.nonzero()[:, 0].tolist():
-            request, wanted = self.slots.admitted[int(requests.slot_B[b])], int(requests.num_B[b])
+        for b in pending_B.nonzero()[:, 0].tolist():
+            request, num = self.slots.admitted[int(requests.slot_B[b])], int(requests.num_B[b])
             if not self.members[number].looks_up:
-                self.chooser.leave_to_model(request, number, wanted)
+                self.chooser.leave_to_model(request, number, num)
                 taken_B[b] = True
             elif num_B[b] and self._model is not None:
-                drafts, model = token_BK[b][: num_B[b]], (self._model, wanted)
+                drafts, model = token_BK[b][: num_B[b]], (self._model, num)
                 taken_B[b] = self.chooser.takes(request, number, drafts, expected_B[b], model)
             else:
                 taken_B[b] = num_B[b] > 0
         return taken_B
 
     def observes(self, requests: StepRequests) -> bool:
-        """Always True on a host, because the chooser learns from every decision."""
+        # On a host the chooser learns from every decision.
         return self.slots.on_host or any(True for _ in self._observers(requests))
 
     def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
-        """See `Drafter.observe`. A member sees other members' drafts as ordinary tokens."""
         if self.slots.on_host:
-            if self._proposed_at and requests.of_B is None:
+            if self._proposed_at and requests.decider_B is None:
                 seconds = (time.perf_counter() - self._proposed_at) / len(requests.step.slot_B)
-                self.chooser.pass_seconds = follow(self.chooser.pass_seconds, seconds)
+                self.chooser.pass_seconds = update_duration(self.chooser.pass_seconds, seconds)
             self._proposed_at = 0.0
             for slot, outcome in result.decisions.items():
                 self.chooser.learn(slot, outcome)
         for number, member_requests in self._observers(requests):
-            own_result = self._own_result(number, requests, result)
-            self.members[number].observe(member_requests, batch, own_result)
+            member_result = self._member_result(number, requests, result)
+            self.members[number].observe(member_requests, batch, member_result)
 
     def _observers(self, requests: StepRequests) -> Iterator[tuple[int, StepRequests]]:
-        """Number of each member that has something to observe, and the requests that it sees.
-
-        With prefix caching, members that no request of the step uses observe, too: their half of
-        the cache blocks may be reused.
-        """
+        """The members that observe this step, by number, and their requests. Prefix caching adds
+        members that no request of the step uses, since later requests may reuse the blocks."""
         used = requests.drafters
         if len(self.members) in used:
             used |= self._hybrid_members
         for number, member in enumerate(self.members):
-            member_requests = requests._replace(others=bool(used - {number}))
+            member_requests = requests._replace(has_other_drafters=bool(used - {number}))
             if (number in used or self._shares_blocks) and member.observes(member_requests):
                 yield number, member_requests
 
-    def _own_result(self, number: int, requests: StepRequests, result: StepResult) -> StepResult:
-        """The result for one member: `num_drafts` is 0 where another member made the drafts. On a
-        device the result is unchanged."""
+    def _member_result(self, number: int, requests: StepRequests, result: StepResult) -> StepResult:
+        """The result for a member: on a host `num_drafts` is 0 for drafts of other members."""
         if not self.slots.on_host or requests.drafters == {number}:
             return result
-        own = replace(result)
-        own.decisions = {
+        member_result = replace(result)
+        member_result.decisions = {
             slot: outcome if self._source_of(slot) == number else outcome._replace(num_drafts=0)
             for slot, outcome in result.decisions.items()
         }
-        return own
+        return member_result
 
     def _source_of(self, slot: int) -> int:
-        """The number of the member that made a slot's latest drafts."""
         return self._source.get(slot, self.slots.admitted[slot].drafter)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """See `Drafter.clear`."""
         for member in self.members:
             member.clear(block_ids)
 
     def release(self, slot: int) -> None:
-        """See `Drafter.release`."""
         for member in self.members:
             member.release(slot)
         self._source.pop(slot, None)
         self.chooser.forget(slot)
 
     def held_slots(self) -> Iterable[int]:
-        """See `Drafter.held_slots`."""
-        held = {*self._source, *self.chooser.held_slots()}
-        return held.union(*(member.held_slots() for member in self.members))
+        slots = {*self._source, *self.chooser.held_slots()}
+        return slots.union(*(member.held_slots() for member in self.members))
 
 
 def _configs(config: EngineConfig) -> list[EngineConfig]:
@@ -266,63 +245,51 @@ def _speculation(config: EngineConfig) -> SpeculativeConfig:
 
 
 def _check_default(setup: DrafterSetup, names: tuple[str, ...]) -> None:
-    """Raise `ConfigError` if the default drafter is `hybrid` and these drafters do not allow it."""
+    """Raise `ConfigError` if `hybrid` is the default drafter but not in `names`."""
     method = setup.speculation.method
     if method not in names:
-        remedy = (
-            "It needs one that looks up, for example `ngram`, beside another: add one, or set "
-            f"`method` to one of {', '.join(names)}."
-        )
+        remedy = "It needs a drafter that looks up (`ngram`) and another one: add it."
         if not setup.on_host:
-            remedy = "`hybrid` runs on a CPU alone: name the drafter that requests have by default."
+            remedy = "`hybrid` runs only on a CPU: name the drafter that requests have by default."
         field = "speculative_config.method"
         raise ConfigError(field, method, f"one of {', '.join(names)}", remedy)
 
 
 def _members_with_q(members: Sequence[Drafter]) -> list[Autoregressive]:
-    """Members that keep q. They share one cache of it, because a slot has one drafter in a round.
-
-    Raises:
-        ConfigError: they keep q in different dtypes.
-    """
+    """Members that keep q. They share a cache, because a slot has one drafter in a round, so that
+    different dtypes of q raise `ConfigError`."""
     with_q = list[Autoregressive]()
     for i, member in enumerate(members):
         if isinstance(member, Autoregressive) and member.probabilistic:
             with_q.append(member)
-            own, shared = member.cache_shape[2], with_q[0].cache_shape[2]
-            if own != shared:
-                bound = f"left out, or a drafter whose logits are {shared}, as an earlier one's"
-                remedy = f"Its logits are {own}: give both one `dtype`, or have one draft `greedy`."
+            dtype, shared = member.cache_shape[2], with_q[0].cache_shape[2]
+            if dtype != shared:
+                bound = f"a drafter with {shared} logits, as an earlier drafter has"
+                remedy = f"Its logits are {dtype}: `greedy` as `draft_sample_method` needs no q."
                 field = f"speculative_config.drafters[{i}].model"
                 raise ConfigError(field, None, bound, remedy)
     return with_q
 
 
 def _spread(block: DraftBlock, index_A: Tensor, size: int) -> DraftBlock:
-    """A block for `size` requests. It has the rows of `block` at `index_A`; the other requests have
-    no drafts."""
+    """A block for `size` requests: the rows of `block` at `index_A`, no drafts in other rows."""
 
     def spread(column_A: Tensor, fill: int) -> Tensor:
         empty = column_A.new_full((size, *column_A.shape[1:]), fill)
         return empty.index_copy_(0, index_A, column_A)
 
-    expected_B = block.expected_B
+    expected_B = None if block.expected_B is None else spread(block.expected_B, 0)
     return replace(
-        block,
-        token_BK=spread(block.token_BK, -1),
-        num_B=spread(block.num_B, 0),
-        real_q_B=spread(block.real_q_B, 0),
-        expected_B=None if expected_B is None else spread(expected_B, 0),
-    )
+        block, token_BK=spread(block.token_BK, -1), num_B=spread(block.num_B, 0),
+        real_q_B=spread(block.real_q_B, 0), expected_B=expected_B,
+    )  # fmt: skip
 
 
 def _where(first_B: Tensor, first: DraftBlock, second: DraftBlock) -> DraftBlock:
-    """Merge two blocks: rows of `first` where `first_B` is true, else rows of `second`."""
-    width = max(first.token_BK.shape[1], second.token_BK.shape[1])
-    first_BK, second_BK = (
-        pad(token_BK, (0, width - token_BK.shape[1]), value=-1)
-        for token_BK in (first.token_BK, second.token_BK)
-    )
+    """Merge two blocks: rows of `first` where `first_B` is True, else rows of `second`."""
+    blocks = (first.token_BK, second.token_BK)
+    width = max(block.shape[1] for block in blocks)
+    first_BK, second_BK = (pad(x, (0, width - x.shape[1]), value=-1) for x in blocks)
     return DraftBlock(
         torch.where(first_B[:, None], first_BK, second_BK),
         torch.where(first_B, first.num_B, second.num_B),
@@ -333,7 +300,6 @@ def _where(first_B: Tensor, first: DraftBlock, second: DraftBlock) -> DraftBlock
 
 
 def _common_cache(first: DraftCache | None, second: DraftCache | None) -> DraftCache | None:
-    """The cache of q that two merged blocks share; None if neither has one."""
     if first is not None and second is not None and first is not second:
         raise IntegrityError("two drafters keep q apart; `Autoregressive.shared_cache` is for both")
     return first or second

@@ -2,8 +2,8 @@
 
 The suffix is looked up in the request's own tokens, in the outputs of finished requests, and in a
 corpus (Oliaro et al. 2024, "SuffixDecoding"). Drafts continue as long as they are likely, judged by
-how often each token followed. No model and no q: drafts are verified as one-hot. The algorithm is
-in `ops/backends/native/csrc/suffix.cpp`.
+how often each token followed. There is no model and no q: drafts are verified as one-hot. The
+algorithm is in `ops/backends/native/csrc/suffix.cpp`.
 
 Shape suffixes: S slots, N indexes that all requests share.
 """
@@ -30,21 +30,15 @@ class Suffix(Drafter):
 
     A request with its own seed that draws at random does not use other requests' outputs, because
     its text would depend on them. Its output would even be biased if another request had the same
-    seed: that request's tokens, used as drafts, were drawn with the same noise that verifies them.
-    At T=0 and under `coupled` drafts change no text, so such requests use other requests' outputs.
+    seed: the noise that verifies the drafts would be the noise with which they were drawn. At T=0
+    and under `coupled` drafts change no text, so such requests use other requests' outputs.
     """
 
-    options = frozenset(
-        {
-            "suffix_corpus",
-            "suffix_decoding_max_tree_depth",
-            "suffix_decoding_max_cached_requests",
-            "suffix_decoding_max_cached_tokens",
-            "suffix_decoding_max_spec_factor",
-            "suffix_decoding_min_token_prob",
-        }
-    )
-
+    options = frozenset({
+        "suffix_corpus", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_cached_tokens", "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    })  # fmt: skip
     looks_up = True
 
     def __init__(self, setup: DrafterSetup) -> None:
@@ -58,101 +52,91 @@ class Suffix(Drafter):
             options.suffix_decoding_min_token_prob,
         )
         path = options.suffix_corpus
-        corpora = [] if path is None else [_read_corpus(path, setup)]  # one or none
+        corpora = [] if path is None else [_read_corpus(path, setup)]
         self._max_finished = options.suffix_decoding_max_cached_requests
         size = options.suffix_decoding_max_cached_tokens if self._max_finished else 0
         rings = [np.empty(len(ids) + 1, dtype=np.int32) for ids in corpora]
         rings += [np.empty(size, dtype=np.int32)] if size else []
-        # First the index of the corpus, if there is one, then the index of finished outputs.
-        self._shared = SuffixIndexes(rings)
+        # First the index of the corpus, if there is one, then that of finished outputs.
+        self._shared_indexes = SuffixIndexes(rings)
         for i, ids in enumerate(corpora):
-            self._shared.append(i, ids)
+            self._shared_indexes.append(i, ids)
         self._num_corpora = len(corpora)
         self._finished_lengths = deque[int]()  # of the indexed outputs, the oldest first
-        self.bytes_shared = sum(ring.nbytes + self._shared.num_bytes(len(ring)) for ring in rings)
+        self.bytes_shared = sum(
+            ring.nbytes + self._shared_indexes.num_bytes(len(ring)) for ring in rings
+        )
         width = setup.max_model_len + options.num_drafts
         self.bytes_per_slot = SuffixIndexes.num_bytes(width)
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """Make an index over each slot's tokens."""
         self.slots = slots
         if self._max_finished:
-            self._shared.resize(self._num_corpora, 0)
+            self._shared_indexes.resize(self._num_corpora, 0)
             self._finished_lengths.clear()
-        self._own = SuffixIndexes(list(slots.token_SL)[: slots.num_slots])
+        self._slot_indexes = SuffixIndexes(list(slots.token_SL)[: slots.num_slots])
         self._output_start_S = [0] * slots.num_slots
         self._num_shared: dict[int, int] = {}  # by slot: shared indexes that it may use
         self._salted = set[int]()  # slots of requests with a `cache_salt`
 
     def propose(self, requests: DraftRequests) -> DraftBlock:
-        """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
         num_shared = [self._usable_indexes(slot) for slot in requests.slot_B.tolist()]
         num_shared_B = torch.from_numpy(np.array(num_shared, dtype=np.int64))
         token_BK, num_B, expected_B = propose(
-            self._own, self._shared, num_shared_B, requests, self._limits
+            self._slot_indexes, self._shared_indexes, num_shared_B, requests, self._limits
         )
         no_q_B = q_flags(len(num_B), num_B.device, real=False)
         return DraftBlock(token_BK, num_B, None, no_q_B, expected_B=expected_B)
 
     def _usable_indexes(self, slot: int) -> int:
-        """How many of the shared indexes the slot's request may use.
-
-        For a request that is new to its slot, also record where its output begins. A request with a
-        `cache_salt` uses only the corpus: drafts from finished requests are their text, and a trace
-        would show it.
-        """
+        """How many of the shared indexes the slot's request may use; also record where the output
+        of a new request begins. A request with a `cache_salt` uses only the corpus, because a trace
+        would show it text of other requests."""
         if (number := self._num_shared.get(slot)) is None:
             request, length = self.slots.admitted[slot], int(self.slots.length_S[slot])
             self._output_start_S[slot] = max(request.num_prompt, length - 1)
-            may_depend = not request.shows_drafts or request.params.seed is None
+            is_reproducible = request.depends_on_drafts and request.params.seed is not None
             if request.params.cache_salt is not None:
                 self._salted.add(slot)
-            uses_outputs = may_depend and slot not in self._salted
-            number = len(self._shared.size_N) if uses_outputs else self._num_corpora
+            uses_outputs = not is_reproducible and slot not in self._salted
+            number = len(self._shared_indexes.size_N) if uses_outputs else self._num_corpora
             self._num_shared[slot] = number
         return number
 
     def release(self, slot: int) -> None:
-        """Forget the request in this slot. Index its output for other requests, unless it has a
-        `cache_salt`."""
+        """Forget the request. Index its output for other requests unless it has a `cache_salt`."""
         if self._num_shared.pop(slot, None) is not None:
-            self._own.resize(slot, 0)
+            self._slot_indexes.resize(slot, 0)
             if slot in self._salted:
                 self._salted.remove(slot)
             elif self._max_finished:
                 self._index_output(self.slots.text(slot, self._output_start_S[slot]))
 
     def held_slots(self) -> Iterable[int]:
-        """Slots whose tokens are indexed."""
         return self._num_shared
 
     def _index_output(self, text: Array) -> None:
-        """Index a finished output. Drop the oldest outputs if there are too many of them, or too
-        many tokens."""
+        """Index a finished output; drop the oldest ones if there is no room."""
         lengths, index = self._finished_lengths, self._num_corpora
-        size, room = int(self._shared.size_N[index]), self._shared.room(index, text)
+        size, room = int(self._shared_indexes.size_N[index]), self._shared_indexes.room(index, text)
         while lengths and (len(lengths) == self._max_finished or size > room):
             size -= lengths.popleft()
-        self._shared.resize(index, size)
-        lengths.append(self._shared.append(index, text))
+        self._shared_indexes.resize(index, size)
+        lengths.append(self._shared_indexes.append(index, text))
 
 
 def _read_corpus(path: str, setup: DrafterSetup) -> Array:
-    """Token ids of a corpus, a file of UTF-8 text.
-
-    Raises:
-        ConfigError: there is no such file, it is not text, or the target has no tokenizer.
-    """
+    """Token ids of a file of UTF-8 text; `ConfigError` if it cannot be read."""
     field, bound = "speculative_config.suffix_corpus", "a file of UTF-8 text"
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(field, path, bound, f"Byte {error.start} is none.") from None
+        raise ConfigError(field, path, bound, f"Byte {error.start} is not UTF-8.") from None
     except OSError as error:
         raise ConfigError(field, path, bound, f"{error.strerror}.") from None
     if setup.tokenizer is None:
         raise ConfigError(field, path, "left out", "The target has no tokenizer to read it with.")
     ids = setup.tokenizer.encode(text, add_special_tokens=False, verbose=False)
     if not ids:
-        raise ConfigError(field, path, f"{bound}, one token at least", "It is empty.")
+        raise ConfigError(field, path, f"{bound} with a token", "It is empty.")
     return np.array(ids, dtype=np.int32)

@@ -1,16 +1,14 @@
 """A draft model with other token ids than the target: its drafts and their q use the target's ids.
 
-The draft model can draft the tokens that both tokenizers have. A token is shared if it has the same
-text in both, whatever its ids. Before a draft is drawn, the draft model's logits are put in the
-order of the target's ids, with -inf for tokens that the draft model lacks. Their softmax is the
-draft model's distribution restricted to the shared tokens and normalised. It is a real q, the noise
-is the target's own, and every rule verifies as usual. This is lossless, because q may be any
-distribution.
+The draft model can draft the tokens that have the same text in both tokenizers, whatever their ids.
+Before a draft is drawn, the draft model's logits are put in the order of the target's ids, with
+-inf for tokens that the draft model lacks. Their softmax is the draft model's distribution
+restricted to the shared tokens: a real q, with the noise of the target's ids, for every rule. This
+is lossless, because q may be any distribution.
 
 The draft model reads one of its tokens for each token of the target, so positions, lengths and
-cache blocks are the same in both. If it lacks a token, its own tokenizer splits the token's text,
-and the draft model reads only the last piece. The lost pieces only cost acceptance after such
-tokens.
+cache blocks are the same in both. If the draft model lacks a token, it reads the last of its tokens
+that encode the token's text. The others are lost, which only costs acceptance after such tokens.
 
 Shape suffixes: T packed tokens, N rows of logits, V the target's vocabulary.
 """
@@ -36,8 +34,8 @@ _log = logging.getLogger(__name__)
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
 LEAST_SHARE, LOW_SHARE = 0.01, 0.25
-"""Shares of the target's tokens below which a draft model is refused, or logged with a warning. Two
-tokenizers share the frequent tokens, so even a small share may cover most of a text."""
+"""Shares of the target's tokens below which a draft model is refused, or used with a warning. The
+shared tokens are the frequent ones, so even a small share may cover most of a text."""
 
 PARTIAL = "\ufffd"  # decoded from bytes that are not a whole character
 
@@ -45,9 +43,9 @@ PARTIAL = "\ufffd"  # decoded from bytes that are not a whole character
 class IdMap(NamedTuple):
     """A map from the target's ids to the draft model's ids.
 
-    draft_id_V: int64, for each token of the target the id that the draft model reads; also the
-                column of the token in the draft model's logits
-    missing_V:  bool, whether the draft model cannot draft the token
+    draft_id_V: int64, the id that the draft model reads for each token of the target; also the
+        column of the token in the draft model's logits
+    missing_V: bool, whether the draft model cannot draft the token
     """
 
     draft_id_V: Tensor
@@ -55,17 +53,14 @@ class IdMap(NamedTuple):
 
 
 class DraftNetwork(NamedTuple):
-    """A draft model addressed by the target's ids; `ids` is None if both have the same ones."""
+    """A draft model that takes the target's ids; `ids` is None if both models have the same ids."""
 
     model: CausalLM
     ids: IdMap | None
 
     def forward(self, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
-        """Run the packed tokens, which have the target's ids, and write their K/V.
-
-        The logits have a column for each of the target's ids: -inf for tokens that the draft model
-        lacks.
-        """
+        """Run the packed tokens and write their K/V. Tokens and columns of logits have the target's
+        ids; logits of tokens that the draft model lacks are -inf."""
         if self.ids is None:
             return self.model.forward(batch, kv)
         draft_batch = batch._replace(token_T=self.ids.draft_id_V[batch.token_T])
@@ -74,12 +69,8 @@ class DraftNetwork(NamedTuple):
 
 
 def load_draft(setup: DrafterSetup) -> DraftNetwork:
-    """Load the draft model, with a map of ids if it has other ids than the target.
-
-    Raises:
-        ConfigError: it shares too few tokens with the target; or its number of logits differs from
-            the target's, and one of the two models has no tokenizer.
-    """
+    """Load the draft model, with a map of ids if it has other ids than the target; `ConfigError` if
+    too few tokens are shared, or numbers of logits differ and a tokenizer is missing."""
     name, folder, tokenizer = find_draft(setup)
     match = Match(None, {})
     have_tokenizers = setup.tokenizer is not None and tokenizer is not None
@@ -87,22 +78,17 @@ def load_draft(setup: DrafterSetup) -> DraftNetwork:
         match = match_tokenizers(name, setup.tokenizer, tokenizer)
     model = load_weights(setup, folder)
     if not have_tokenizers and model.vocab_size != setup.vocab_size:
-        bound = "a model with the target's vocabulary, or with a tokenizer, as the target"
-        remedy = (
-            f"It has {model.vocab_size} logits where the target has {setup.vocab_size}; without "
-            "tokenizers nothing says which tokens are the same. Choose another, or `ngram`."
-        )
+        bound = "a model with the target's vocabulary, if one of the two has no tokenizer"
+        sizes = f"It has {model.vocab_size} logits, the target has {setup.vocab_size}."
+        remedy = f"{sizes} Choose another model, or method `ngram`."
         raise ConfigError("speculative_config.model", name, bound, remedy)
     ids = match.ids(setup.vocab_size, model.vocab_size, setup.device)
     return DraftNetwork(model, ids)
 
 
 def find_draft(setup: DrafterSetup) -> tuple[str, Path, Any]:
-    """The draft model's name, its folder, and its tokenizer (None if it has no tokenizer).
-
-    Raises:
-        ConfigError: the options name no draft model, and the target has no built-in one.
-    """
+    """The draft model's name, folder, and tokenizer (None if it has none); `ConfigError` if the
+    options name no draft model, and the target has no built-in one."""
     config = setup.config
     name = setup.speculation.model or BUILT_IN_DRAFTS.get(config.model)
     if name is None:
@@ -125,21 +111,16 @@ def load_weights(setup: DrafterSetup, folder: Path) -> CausalLM:
 class Match(NamedTuple):
     """The result of comparing the target's tokenizer with the draft model's.
 
-    shared:    for each shared token, the draft's id by the target's id; None: the tokenizers have
-               the same vocabulary
-    stand_ins: for each other token of the target, by its id, the id that the draft model reads
-               instead
+    shared: the draft's id of each shared token, by the target's id; None: the vocabularies are
+        equal
+    stand_ins: the draft's id that is read for each other token, by the target's id
     """
 
     shared: dict[int, int] | None
     stand_ins: dict[int, int]
 
     def ids(self, vocab_size: int, draft_size: int, device: torch.device) -> IdMap | None:
-        """The map of ids for models with this many logits; None if all ids and sizes are equal.
-
-        Args:
-            vocab_size, draft_size: logits of the target and of the draft model.
-        """
+        """The map of ids for models with so many logits; None if ids and sizes are equal."""
         shared = self.shared
         if shared is None:
             if vocab_size == draft_size:
@@ -156,14 +137,8 @@ class Match(NamedTuple):
 
 
 def match_tokenizers(name: str, target: Any, draft: Any) -> Match:
-    """Find the tokens that two tokenizers share. Also log a line about their share.
-
-    Args:
-        name: of the draft model, for messages.
-
-    Raises:
-        ConfigError: they share less than `LEAST_SHARE` of the target's tokens.
-    """
+    """Find the tokens that two tokenizers share, and log their share of the target's tokens;
+    `ConfigError`, which names the draft model, if it is less than `LEAST_SHARE`."""
     target_vocab = target.get_vocab()
     if draft.get_vocab() == target_vocab:
         return Match(None, {})
@@ -179,8 +154,8 @@ def match_tokenizers(name: str, target: Any, draft: Any) -> Match:
     if share < LEAST_SHARE:
         bound = f"a model whose tokenizer has {LEAST_SHARE:.0%} of the target's tokens or more"
         remedy = (
-            f"It has {len(shared)} of {len(target_vocab)}. Method `draft_text` drafts with it by "
-            "text; or choose a draft whose tokenizer is nearer to the target's."
+            f"It has {len(shared)} of {len(target_vocab)}. Use method `draft_text`, which drafts "
+            "text, or a draft model with a tokenizer that is more like the target's."
         )
         raise ConfigError("speculative_config.model", name, bound, remedy)
     _log.log(
@@ -194,10 +169,8 @@ def match_tokenizers(name: str, target: Any, draft: Any) -> Match:
 
 
 def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
-    """Token ids by (False, the text of the token when it is decoded after a letter).
-
-    The key of a special token, or of a token that is only part of a character, is (True, its name).
-    """
+    """Token ids by (False, text of the token after a letter); by (True, name of the token) for
+    special tokens, and for tokens that are only part of a character."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i for i, token in added.items() if token.special}
     letter = tokenizer.convert_tokens_to_string(["a"])
@@ -206,11 +179,10 @@ def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
         if i in special:
             return True, name
         text = name if i in added else tokenizer.convert_tokens_to_string(["a", name])
-        # A partial character has no text of its own. Tokenizers of one kind give it the same name.
+        # A partial character has no text. Tokenizers of one kind give it the same name.
         return (True, name) if PARTIAL in text else (False, text.removeprefix(letter))
 
-    # `<0x41>` and `A` have the same text. The first one gets it: `A`, since a tokenizer encodes the
-    # text as `A`.
+    # `<0x41>` and `A` have the same text, which a tokenizer encodes as `A`: so `A` comes first.
     names = sorted(tokenizer.get_vocab().items(), key=lambda e: (e[0].startswith("<0x"), e[1]))
     ids: dict[tuple[bool, str], int] = {}
     for name, i in names:
@@ -219,10 +191,8 @@ def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
 
 
 def _stand_ins(texts: dict[int, str], draft: Any) -> dict[int, int]:
-    """For each target id of `texts`, the last of the draft's tokens that encode its text.
-
-    A text that no tokens encode gets the draft's unknown token, or 0 if there is none.
-    """
+    """The last of the draft's tokens that encode each text, by the same keys; if no tokens encode
+    it, the draft's unknown token, or 0 if the draft has none."""
     unknown = getattr(draft, "unk_token_id", None) or 0
     encoded = draft([*texts.values()], add_special_tokens=False)["input_ids"] if texts else []
     return {i: ids[-1] if ids else unknown for i, ids in zip(texts, encoded, strict=True)}

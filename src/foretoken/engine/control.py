@@ -142,7 +142,7 @@ class DraftControl:
             self.costs.learn_host(self._batch, median(host_seconds))
         metrics.controlled_seconds += seconds
         metrics.estimated_plain_seconds += seconds * choice.rate / self._plain.rate
-        slower = float(np.exp(self.costs.off))
+        slower = float(np.exp(self.costs.log_slowdown))
         metrics.realised_plain_seconds += tokens / self._plain.rate * slower
         self._undrafted_steps = 0 if choice.asked_B.any() else self._undrafted_steps + len(steps)
         if self._undrafted_steps >= _WARNING_STEPS and not self._has_warned:

@@ -198,7 +198,8 @@ class Runner:
     def _forward(
         self, requests: StepRequests, drafts: DraftBlock
     ) -> tuple[StepTokens, ForwardBatch, ForwardOutput]:
-        tokens = StepTokens(requests.slot_B, requests.num_tokens_B, requests.of_B, drafts.num_B)
+        decider_B = requests.decider_B
+        tokens = StepTokens(requests.slot_B, requests.num_tokens_B, decider_B, drafts.num_B)
         most_drafts = drafts.token_BK.shape[1]
         batch = self.slots.pack(requests, tokens, most_drafts, self.kv.block_size)
         self._clock.mark("batch")

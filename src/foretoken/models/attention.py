@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from foretoken.errors import UnsupportedModelError
 from foretoken.ops import AttentionOptions, Backend
-from foretoken.ops.paging import write_index, write_kv
+from foretoken.ops.passes import write_index, write_kv
 from foretoken.ops.stack import KV
 from foretoken.ops.steps import ForwardBatch
 

@@ -1,11 +1,11 @@
 """Tensor functions of sampling, verification and attention: one contract, several backends.
 
-A backend is a folder under `ops/backends/` plus its name in `BACKENDS`. All keep the contract,
-`Backend` in `ops/dispatch.py`, with equal results: for equal logits and noise, equal tokens and
-counts. `reference` is the fp64 oracle in the papers' notation; the others are fast.
+A backend is a folder under `ops/backends/` and a name in `BACKENDS`. All backends keep the contract
+of `Backend` (`ops/dispatch.py`) and draw equal tokens for equal logits and noise. `reference` is
+the fp64 oracle in the papers' notation; the others are fast.
 
-Noise is addressed by name, never by generator state: key = the sample's 64 bits, counter =
-(group, position, draft index, stream); see `ops/types.py: Stream`.
+Noise does not depend on the state of a generator: it is a function of a key, the sample's 64 bits,
+and of a counter (group, position, draft index, stream); see `Stream`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,15 @@ BACKENDS = ("reference", "torch", "native", "triton")
 
 
 def unavailable(name: str) -> str | None:
-    """Why the backend of this name cannot run on this machine, or None if it can."""
+    """The reason why this backend cannot run on this machine; None if it can."""
     reason: str | None = _package(name).available()
     return reason
 
 
 def get_backend(name: str, *, deterministic: bool = False) -> Backend:
-    """Load a backend by name; `ConfigError` if there is none, or if it cannot run here.
-
-    deterministic: for its stacks; see `EngineConfig.deterministic`.
-    """
-    reason = unavailable(name)
-    if reason is not None:
+    """Load a backend by name (`deterministic`: see `EngineConfig`); `ConfigError` if there is no
+    such backend, or if it cannot run here."""
+    if (reason := unavailable(name)) is not None:
         raise ConfigError("backend", name, "one that runs here", f"This one cannot: {reason}.")
     return _load(name, deterministic)
 
@@ -59,7 +56,6 @@ def _load(name: str, deterministic: bool) -> Backend:
 
 
 def _package(name: str) -> Any:
-    """Import the folder of a backend; `ConfigError` if there is no such backend."""
     if name not in BACKENDS:
         former = {"torch_cpu": "torch", "native_cpu": "native"}
         hint = f"It is called `{former[name]}` now." if name in former else ""

@@ -1,10 +1,8 @@
 """Checks of the arguments of ops and forward passes, for all backends, before any work.
 
-They cover shapes, dtypes, devices and strides of every tensor, and cheap checks of the values of
-tensors on the host. Nothing here waits for a device: values of a CUDA tensor are never read.
-
-Each function returns None, or raises `ConfigError` with the name of the argument that does not fit.
-Shapes as in `ops/types.py`.
+They cover the shape, dtype, device and strides of every tensor, and values of tensors on the host.
+Nothing here waits for a device: values of a CUDA tensor are never read. Each function raises
+`ConfigError` for an argument that does not fit. Shapes as in `ops/types.py`.
 """
 
 from __future__ import annotations
@@ -32,30 +30,27 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BOOL, INT32, INT64 = (torch.bool,), (torch.int32,), (torch.int64,)
 FLOAT32, FLOAT64 = (torch.float32,), (torch.float64,)
 IDS = (torch.int64, torch.int32)
-STRIDED = torch.strided
 RULES = frozenset(int(rule) for rule in Rule)
 STREAM_PAIRS = (TARGET, RESIDUAL, DRAFT)
 """One stream for both noises would bias the distribution of rows longer than a block."""
-_FITTING: WeakSet[SlotParams | DraftCache] = WeakSet()
-"""Objects already validated; skipping them saves most of `verify`'s host time (27 to 14 us)."""
+_CHECKED: WeakSet[SlotParams | DraftCache] = WeakSet()
+"""Objects that were checked: they are not checked again, so `verify` takes 14 us of the host's time
+instead of 27."""
 _latest_rates: ref[Tensor] | None = None
-"""The tensor of rates that was last validated in shape and dtype. An engine has only one. A new
-check takes 0.4 us, a hundredth of one greedy request; SYNTHETIC must take the time of STANDARD."""
+"""The rates that were checked last; an engine has only one tensor of rates. A check takes 0.4 us, a
+hundredth of one greedy request; SYNTHETIC must take the time of STANDARD."""
 _latest_batch: tuple[ref[AttentionBatch], object] | None = None
-"""The last validated batch, and the other arguments validated with it. A pass attends once per
-layer: without this, checks were 2 to 4 % of a decode step through 20 layers of modules."""
+"""The batch that was checked last, and the other arguments checked with it. Checks in every layer
+were 2 to 4 % of a decode step through 20 layers of modules."""
 MAX_TOP = 64
 MIN_TEMPERATURE = 9.99e-6
 """Just below 1e-5 in float32. At lower temperatures logits would overflow or round to ties."""
 LOOP_LIMIT = 64
-"""Up to so many values are compared in a Python loop, which is cheaper than numpy: 1 us against 3
-for one value."""
-
-Host = npt.NDArray[Any]
+"""Up to so many values are compared in a Python loop: for one value it takes 1 us, numpy 3."""
 
 
 class Letter(str):
-    """A named dimension of an expected shape, which may have any size: it equals every number."""
+    """A dimension of an expected shape that may have any size: it equals every number."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -79,21 +74,18 @@ def check_tensor(
     grad: bool = False,
     contiguous: bool = False,
 ) -> None:
-    """Raise `ConfigError` unless `value` is a dense tensor of this shape, dtype, and device.
-
-    device: None: any device
-    grad: whether the tensor may require a gradient; gradients are not computed here
-    """
+    """Raise `ConfigError` unless `value` is a dense tensor of this shape, dtype and device (None:
+    any device). `grad`: it may require a gradient, which will not be computed."""
     if not isinstance(value, Tensor):
         raise ConfigError(name, value, "a tensor")
     if value.dtype not in dtypes:
-        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise ConfigError(f"{name}.dtype", value.dtype, wanted)
+        bound = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise ConfigError(f"{name}.dtype", value.dtype, bound)
     if value.shape != shape:
         raise ConfigError(f"{name}.shape", tuple(value.shape), f"[{', '.join(map(str, shape))}]")
     if device is not None and value.device != device:
         raise ConfigError(f"{name}.device", value.device, f"{device}, as the other arguments")
-    if value.layout is not STRIDED:
+    if value.layout is not torch.strided:
         raise ConfigError(f"{name}.layout", value.layout, "torch.strided", "Call `.to_dense()`.")
     if value.requires_grad and not grad:
         raise ConfigError(f"{name}.requires_grad", True, "False", "Call `.detach()`.")
@@ -108,7 +100,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def check_logits(name: str, logits: Tensor, shape: tuple[int | Letter, ...] = (N, V)) -> None:
-    """Check that the vocabulary has a token, and that a row's logits are adjacent in memory."""
+    """Check that rows are not empty, and that the logits of a row are adjacent in memory."""
     check_tensor(name, logits, shape, FLOATS, grad=True)
     vocabulary = logits.shape[-1]
     if vocabulary == 0:
@@ -118,7 +110,7 @@ def check_logits(name: str, logits: Tensor, shape: tuple[int | Letter, ...] = (N
 
 
 def check_rows(rows: Rows) -> None:
-    """Check the logits of N rows, their slots, the parameters of these slots, and the edits."""
+    """Check rows of logits, their slots, the parameters of these slots, and the edits."""
     check_kind("rows", rows, Rows)
     logits_NV, params, slot_N, edits = rows
     check_logits("logits_NV", logits_NV)
@@ -128,8 +120,8 @@ def check_rows(rows: Rows) -> None:
 
 
 def check_params(params: SlotParams, device: torch.device) -> None:
-    """Check that the per-slot fields have their dtypes, equal lengths, and this device."""
-    if params in _FITTING and params.key_S.device == device:
+    """Check that the tensors by slot have the right dtypes, equal lengths, and this device."""
+    if params in _CHECKED and params.key_S.device == device:
         return
     check_kind("params", params, SlotParams)
     check_kind("params.rules", params.rules, AbstractSet)
@@ -138,7 +130,7 @@ def check_params(params: SlotParams, device: torch.device) -> None:
     dtypes = {"temperature": FLOAT32, "top_k": INT64, "top_p": FLOAT32, "min_p": FLOAT32}
     for name, dtype in {**dtypes, "rule": INT64}.items():
         check_tensor(f"params.{name}_S", getattr(params, f"{name}_S"), shape, dtype, device)
-    _FITTING.add(params)
+    _CHECKED.add(params)
 
 
 def check_sample(rows: Rows, noise: Noise) -> None:
@@ -155,7 +147,7 @@ def check_sample(rows: Rows, noise: Noise) -> None:
 
 
 def check_draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> None:
-    """Check all arguments of `Backend.draft`; on the host also that no entry is written twice."""
+    """Check all arguments of `Backend.draft`; on the host also that no q is written twice."""
     check_sample(rows, noise)
     if noise.streams != DRAFT:
         raise ConfigError("streams", noise.streams, "`DRAFT`")
@@ -187,7 +179,7 @@ def check_draft_cache(logits_BKV: Tensor, params: SlotParams, slot_B: Tensor) ->
 def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.device) -> None:
     """Check that the cache's three tensors fit each other and have a row for every slot."""
     slots = params.key_S.shape[0]
-    if cache in _FITTING:
+    if cache in _CHECKED:
         logits_SKV = cache.logits_SKV
         if logits_SKV.device == device and logits_SKV.shape[0] >= slots:
             return
@@ -199,11 +191,11 @@ def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.
         raise ConfigError(f"{name}.logits_SKV.shape", tuple(shape), f"[S >= {slots}, K, V > 0]")
     check_tensor(f"{name}.threshold_SK", threshold_SK, shape[:2], FLOAT32, device, contiguous=True)
     check_tensor(f"{name}.lse_SK", lse_SK, shape[:2], FLOAT64, device, contiguous=True)
-    _FITTING.add(cache)
+    _CHECKED.add(cache)
 
 
 def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None:
-    """Check that the block has a row per request, enough columns, and a cache if q is needed."""
+    """Check that there is a row for each request, enough columns, and a cache if q is needed."""
     check_kind("drafts", drafts, DraftBlock)
     device, shape_B = slot_B.device, slot_B.shape
     check_tensor("drafts.token_BK", drafts.token_BK, (*shape_B, K), IDS, device)
@@ -217,18 +209,18 @@ def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None
             raise ConfigError("drafts.cache.logits_SKV.shape", tuple(shape), f"K >= {columns}")
     if not drafts.num_B.is_cpu:
         return
-    wanted = f"in 0..{columns}, the width of `token_BK`"
-    check_between("drafts.num_B", drafts.num_B.tolist(), 0, columns, wanted)
+    bound = f"in 0..{columns}, the width of `token_BK`"
+    check_between("drafts.num_B", drafts.num_B.tolist(), 0, columns, bound)
     if drafts.cache is None and any(drafts.real_q_B.tolist()):
-        raise ConfigError("drafts.cache", None, "given, since `real_q_B` asks for it")
+        raise ConfigError("drafts.cache", None, "given, since `real_q_B` is True for a request")
 
 
 def check_verify(batch: VerifyBatch) -> None:
     """Check that all inputs of `Backend.verify` fit together."""
     check_kind("batch", batch, VerifyBatch)
-    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise, fits = batch
-    if fits:
+    if batch.values_fit:
         return
+    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise, _ = batch
     check_kind("fp64_noise", fp64_noise, bool)
     check_logits("logits_NV", logits_NV)
     device = logits_NV.device
@@ -240,14 +232,14 @@ def check_verify(batch: VerifyBatch) -> None:
         if rows != sum(drafts.num_B.tolist()) + requests:
             raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "sum(num_B + 1) rows")
     elif not requests <= rows <= requests * (columns + 1):
-        wanted = f"{requests} to {requests * (columns + 1)} rows, K_b + 1 of each request"
-        raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), wanted)
+        bound = f"{requests} to {requests * (columns + 1)} rows, K_b + 1 of each request"
+        raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), bound)
     if edits is not None:
         check_edits(edits, logits_NV)
     if synthetic_rate_K is not None:
         check_rates(synthetic_rate_K, columns, device)
     elif Rule.SYNTHETIC in rules:
-        raise ConfigError("synthetic_rate_K", None, "given, since a slot is under SYNTHETIC")
+        raise ConfigError("synthetic_rate_K", None, "given, since a slot has the rule SYNTHETIC")
 
 
 def check_evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> None:
@@ -260,26 +252,26 @@ def check_evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> N
     check_tensor("verdict.n_accept_B", verdict.n_accept_B, (requests,), INT64, device)
     check_tensor("request_R", request_R, (R,), INT64, device)
     if request_R.is_cpu:
-        wanted = f"in 0..{requests - 1}, the batch's requests"
-        check_between("request_R", request_R.tolist(), 0, requests - 1, wanted)
+        bound = f"in 0..{requests - 1}, the batch's requests"
+        check_between("request_R", request_R.tolist(), 0, requests - 1, bound)
 
 
 def check_rates(synthetic_rate_K: Tensor, columns: int, device: torch.device) -> None:
-    """Check that there is a rate in [0, 1] for each of `columns` columns of `token_BK`."""
+    """Check that the first `columns` drafts of a request have rates in [0, 1]."""
     global _latest_rates
-    is_validated = _latest_rates and _latest_rates() is synthetic_rate_K
-    if not is_validated or synthetic_rate_K.device != device:
+    was_checked = _latest_rates and _latest_rates() is synthetic_rate_K
+    if not was_checked or synthetic_rate_K.device != device:
         check_tensor("synthetic_rate_K", synthetic_rate_K, (K,), FLOAT64, device)
         _latest_rates = ref(synthetic_rate_K)
     rates = synthetic_rate_K.tolist() if synthetic_rate_K.is_cpu else []
     if (len(rates) or synthetic_rate_K.shape[0]) < columns:
-        wanted = f"[K >= {columns}], one per draft"
-        raise ConfigError("synthetic_rate_K.shape", tuple(synthetic_rate_K.shape), wanted)
+        bound = f"[K >= {columns}], one per draft"
+        raise ConfigError("synthetic_rate_K.shape", tuple(synthetic_rate_K.shape), bound)
     check_between("synthetic_rate_K", rates, 0.0, 1.0, "in [0, 1]")
 
 
 def check_edits(edits: Edits, logits_NV: Tensor) -> None:
-    """Check the masks and entries of N rows; on the host also ranges and order of rows and ids."""
+    """Check masks and entries; on the host also their values and the order of token ids."""
     check_kind("edits", edits, Edits)
     device, (num_rows, vocabulary) = logits_NV.device, logits_NV.shape
     if (edits.mask_RW is None) != (edits.mask_N is None):
@@ -289,14 +281,13 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
         check_tensor("edits.mask_N", edits.mask_N, (num_rows,), INT64, device)
         if edits.mask_N.is_cpu:
             last = edits.mask_RW.shape[0] - 1
-            wanted = f"in -1..{last}, rows of `mask_RW`"
-            check_between("edits.mask_N", edits.mask_N.numpy(), -1, last, wanted)
+            bound = f"in -1..{last}, rows of `mask_RW`"
+            check_between("edits.mask_N", edits.mask_N.numpy(), -1, last, bound)
     check_tensor("edits.start_N1", edits.start_N1, (num_rows + 1,), INT64, device)
     check_tensor("edits.token_M", edits.token_M, (M,), INT64, device)
     if edits.token_M.is_cpu:
         _check_ids(edits, vocabulary)
-    # Within these bounds a banned token's logit stays -inf: its bias is -inf, and the later
-    # operations on it cannot change that.
+    # Within these bounds the logit of a banned token stays -inf after its bias of -inf.
     for field, low in (("bias_M", -np.inf), ("repetition_M", 1e-30), ("subtract_M", -3e38)):
         name, value = f"edits.{field}", getattr(edits, field)
         check_tensor(name, value, edits.token_M.shape, FLOAT32, device)
@@ -308,13 +299,13 @@ def _check_ids(edits: Edits, vocabulary: int) -> None:
     """Check that `start_N1` divides the entries into rows, and that ids rise within each row."""
     start_N1, token_M = edits.start_N1.numpy(), edits.token_M.numpy()
     if start_N1[0] != 0 or start_N1[-1] != len(token_M) or (np.diff(start_N1) < 0).any():
-        wanted = f"rising from 0 to {len(token_M)}, the number of entries"
-        raise ConfigError("edits.start_N1", start_N1.tolist(), wanted)
+        bound = f"rising from 0 to {len(token_M)}, the number of entries"
+        raise ConfigError("edits.start_N1", start_N1.tolist(), bound)
     if len(token_M) == 0:
         return
     check_between("edits.token_M", token_M, 0, vocabulary - 1, f"in 0..{vocabulary - 1}")
     rises_M = np.append(token_M[1:] > token_M[:-1], True)  # from each entry to the next
-    rises_M[start_N1[1:] - 1] = True  # after a row's last entry ids may fall
+    rises_M[start_N1[1:] - 1] = True  # from a row's last entry to the next row
     if not rises_M.all():
         raise ConfigError("edits.token_M", token_M.tolist(), "rising within each row")
 
@@ -338,10 +329,8 @@ def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
 def _check_slots(
     name: str, slot_N: Tensor, params: SlotParams, logits: Tensor, shape: tuple[int | Letter, ...]
 ) -> AbstractSet[int]:
-    """Check slots and parameters, on the host also their values, and return the rules in use.
-
-    On a device, where values are not read, the result is empty.
-    """
+    """Check slots and parameters, on the host also their values, and return the rules of these
+    slots; no rules on a device, where values are not read."""
     check_tensor(name, slot_N, shape, INT64, logits.device)
     check_params(params, logits.device)
     if not slot_N.is_cpu or slot_N.shape[0] == 0:
@@ -352,9 +341,8 @@ def _check_slots(
         return params.rules
 
     columns = params.temperature_S, params.top_p_S, params.min_p_S, params.rule_S
-    # The distinct values of each column: usually there is only one.
     distinct = ([*dict.fromkeys(column.numpy()[slot].tolist())] for column in columns)
-    temperature, top_p, min_p, rules = distinct
+    temperature, top_p, min_p, rules = distinct  # usually one value each
     for rule in rules:
         if rule not in RULES:
             known = ", ".join(f"{r.value} ({r.name})" for r in Rule)
@@ -362,21 +350,19 @@ def _check_slots(
         if rule not in params.rules:
             promised = ", ".join(sorted(r.name for r in params.rules))
             raise ConfigError("params.rules", promised, f"with {Rule(rule).name}, a slot's rule")
-    not_zero = [value for value in temperature if value != 0]
-    check_between(
-        "params.temperature_S", not_zero, MIN_TEMPERATURE, 3.4e38, "0, or >= 1e-5 and finite"
-    )
+    not_zero, bound = [value for value in temperature if value != 0], "0, or >= 1e-5 and finite"
+    check_between("params.temperature_S", not_zero, MIN_TEMPERATURE, 3.4e38, bound)
     check_between("params.top_p_S", top_p, 1e-45, 1, "in (0, 1]")
     check_between("params.min_p_S", min_p, 0, 1, "in [0, 1]")
     if not params.has_filters:
         top_k = params.top_k_S.numpy()[slot]
         if ((top_k > 0) & (top_k < logits.shape[-1])).any() or min(top_p) < 1 or max(min_p) > 0:
-            raise ConfigError("params.has_filters", False, "True, since a slot has a filter on")
+            raise ConfigError("params.has_filters", False, "True, since a slot filters tokens")
     return set(rules)
 
 
 def check_between(
-    name: str, values: Host | list[float], low: float, high: float, wanted: str
+    name: str, values: npt.NDArray[Any] | list[float], low: float, high: float, bound: str
 ) -> None:
     """Raise `ConfigError` unless low <= value <= high for every value; NaN raises it too."""
     if not isinstance(values, list):
@@ -385,7 +371,7 @@ def check_between(
         values = values.tolist()
     for value in values:
         if not low <= value <= high:
-            raise ConfigError(name, value, wanted)
+            raise ConfigError(name, value, bound)
 
 
 def check_attention(
@@ -395,14 +381,11 @@ def check_attention(
     batch: AttentionBatch,
     options: AttentionOptions,
 ) -> None:
-    """Check all arguments of `Backend.attention`.
-
-    Layers of one pass have equal batches, layouts and options: these are checked only once.
-    """
+    """Check all arguments of `Backend.attention`; what is equal in all layers only once a pass."""
     global _latest_batch
     check_kind("options", options, AttentionOptions)
-    switches = options.scale, options.sliding_window, options.softcap
-    layouts = (_layout(query_THD), _layout(key_cache), _layout(value_cache), switches)
+    scalars = options.scale, options.sliding_window, options.softcap
+    layouts = (_layout(query_THD), _layout(key_cache), _layout(value_cache), scalars)
     latest = _latest_batch
     if latest is None or latest[0]() is not batch or latest[1] != layouts:
         _check_caches(query_THD, key_cache, value_cache)
@@ -425,23 +408,21 @@ def _layout(value: object) -> object:
 
 
 def _check_caches(query_THD: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-    """Check that queries, keys and values have fitting shapes, and one dtype and device."""
+    """Check the shapes of queries, keys and values, and that dtype and device are equal."""
     check_tensor("query_THD", query_THD, QUERY, FLOATS)
     _, heads, size = query_THD.shape
     dtype, device = (query_THD.dtype,), query_THD.device
     check_tensor("key_cache", key_cache, (*POOL, size), dtype, device, contiguous=True)
     pool = key_cache.shape[:3]
     if pool[2] == 0 or heads % pool[2]:
-        wanted = f"[num_blocks, block_size, H_kv, {size}], H_kv a divisor of {heads}"
-        raise ConfigError("key_cache.shape", tuple(key_cache.shape), wanted)
+        bound = f"[num_blocks, block_size, H_kv, {size}], H_kv a divisor of {heads}"
+        raise ConfigError("key_cache.shape", tuple(key_cache.shape), bound)
     check_tensor("value_cache", value_cache, (*pool, D_V), dtype, device, contiguous=True)
 
 
 def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor) -> None:
-    """Check that the batch has `tokens` tokens, and the cache's block size and device.
-
-    On the host also: each request has tokens, its length includes them, and its blocks exist.
-    """
+    """Check that the batch has the block size and device of the cache; on the host also that it has
+    `tokens` tokens, some of each request, and that lengths and blocks fit."""
     check_kind("batch", batch, AttentionBatch)
     if batch.values_fit:
         return
@@ -454,76 +435,72 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
     check_tensor("batch.query_start_B1", start_B1, shape, INT64, device, contiguous=True)
     check_tensor("batch.block_BL", batch.block_BL, (requests, L), INT64, device, contiguous=True)
     if device.type == "cpu":
-        _check_values(batch, tokens, blocks)
+        _check_batch_values(batch, tokens, blocks)
 
 
 def check_draft_round(
     drafting: DraftRound, length_B: Tensor, room: int, vocabulary: int, least: int = 1
 ) -> list[int]:
-    """Check that slots exist, and that the block table and the cache have room for all drafts.
+    """Check a `DraftRound` on the host; returns the number of drafts of each request.
 
     room: number of tokens that a row of the block table covers
     least: smallest allowed number of drafts of a request
-
-    All tensors are on the host. Returns the number of drafts of each request.
     """
     slot_B, num_B, cache = drafting.slot_B, drafting.num_B, drafting.cache
     check_tensor("drafting.slot_B", slot_B, length_B.shape, INT64, contiguous=True)
     check_tensor("drafting.num_B", num_B, length_B.shape, INT64, contiguous=True)
     check_params(drafting.params, slot_B.device)
     last, nums = drafting.params.key_S.shape[0] - 1, num_B.tolist()
-    for slot in slot_B.tolist():
-        if not 0 <= slot <= last:
-            raise ConfigError("drafting.slot_B", slot, f"in 0..{last}, the slots of `params`")
+    bound = f"in 0..{last}, the slots of `params`"
+    check_between("drafting.slot_B", slot_B.tolist(), 0, last, bound)
     for num, length in zip(nums, length_B.tolist(), strict=True):
         end = room - length + 1
         if not least <= num <= end:
-            wanted = f"in {least}..{end}: the block table reaches over all drafts but the last"
-            raise ConfigError("drafting.num_B", num, wanted)
+            bound = f"in {least}..{end}: the block table covers all drafts but the last"
+            raise ConfigError("drafting.num_B", num, bound)
     if cache is not None:
         check_cache("drafting.cache", cache, drafting.params, slot_B.device)
         dtype, (_, columns, width) = cache.logits_SKV.dtype, cache.logits_SKV.shape
         if dtype is not torch.float32 or columns < max(nums) or width != vocabulary:
             shape = (dtype, *cache.logits_SKV.shape)
-            wanted = f"float32 [S, K >= {max(nums)}, {vocabulary}]"
-            raise ConfigError("drafting.cache.logits_SKV", shape, wanted)
+            bound = f"float32 [S, K >= {max(nums)}, {vocabulary}]"
+            raise ConfigError("drafting.cache.logits_SKV", shape, bound)
     return nums
 
 
-def _check_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
-    """Check a batch's values on the host: token ranges, lengths, and block ids below `blocks`."""
+def _check_batch_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
     start_B1, length_B = batch.query_start_B1.tolist(), batch.length_B.tolist()
     room = batch.block_BL.shape[1] * batch.block_size
     if not length_B or start_B1[0] != 0 or start_B1[-1] != tokens:
-        wanted = f"from 0 to {tokens}, the number of tokens, with at least one request"
-        raise ConfigError("batch.query_start_B1", start_B1, wanted)
+        bound = f"from 0 to {tokens}, the number of tokens, with at least one request"
+        raise ConfigError("batch.query_start_B1", start_B1, bound)
     for start, end, length in zip(start_B1[:-1], start_B1[1:], length_B, strict=True):
         if start >= end:
-            wanted = "rising: no request is without a token"
-            raise ConfigError("batch.query_start_B1", start_B1, wanted)
+            bound = "rising, since every request has a token"
+            raise ConfigError("batch.query_start_B1", start_B1, bound)
         if not end - start <= length <= room:
-            wanted = f"in {end - start}..{room}: its new tokens, what its row of `block_BL` holds"
-            raise ConfigError("batch.length_B", length, wanted)
-    wanted = f"in 0..{blocks - 1}, the blocks of the cache"
-    check_between("batch.block_BL", batch.block_BL.flatten().numpy(), 0, blocks - 1, wanted)
+            bound = f"in {end - start}..{room}, from its new tokens to the size of its blocks"
+            raise ConfigError("batch.length_B", length, bound)
+    bound = f"in 0..{blocks - 1}, the blocks of the cache"
+    check_between("batch.block_BL", batch.block_BL.flatten().numpy(), 0, blocks - 1, bound)
 
 
 def check_hidden(hidden_SC: Tensor, slots: int, size: int) -> None:
-    """Check outputs of a drafting stack, a row per slot: see `DraftRound.hidden_SC`."""
-    check_tensor("hidden_SC", hidden_SC, (slots, size), (torch.float32,), contiguous=True)
+    """Check `DraftRound.hidden_SC`."""
+    check_tensor("hidden_SC", hidden_SC, (slots, size), FLOAT32, contiguous=True)
 
 
 def check_stack(stack: Stack) -> None:
-    """Check that each output of the head is a token: native code writes logits unchecked."""
+    """Check that each output of the head is a token; native code does not check this."""
     outputs, ids = stack.head.weight.shape[0], stack.target_ids
     if ids is None:
         if outputs != stack.vocab_size:
-            bound = f"{outputs}, the outputs of `head`, without `target_ids`"
+            bound = f"{outputs}, the number of outputs of `head`, if `target_ids` is None"
             raise ConfigError("stack.vocab_size", stack.vocab_size, bound)
         return
     check_tensor("stack.target_ids", ids, (outputs,), INT64)
-    wanted = f"in 0..{stack.vocab_size - 1}"
-    check_between("stack.target_ids", ids.cpu().numpy(), 0, stack.vocab_size - 1, wanted)
+    last = stack.vocab_size - 1
+    check_between("stack.target_ids", ids.cpu().numpy(), 0, last, f"in 0..{last}")
 
 
 def check_pass(stack: Stack, batch: ForwardBatch, kv: KV, features: Features | None) -> None:
@@ -535,14 +512,14 @@ def check_pass(stack: Stack, batch: ForwardBatch, kv: KV, features: Features | N
 
 
 def check_features(has_rule: bool, features: Features | None) -> None:
-    """Check that features are given if, and only if, the stack has a `FeatureRule`."""
+    """Check that there are features if, and only if, the stack has a `FeatureRule`."""
     if has_rule != (features is not None):
-        must = "what rows begin with" if has_rule else "None without a `FeatureRule`"
-        raise ConfigError("features", type(features).__name__, must)
+        bound = "hidden states" if has_rule else "None without a `FeatureRule`"
+        raise ConfigError("features", type(features).__name__, bound)
 
 
 def check_aux(aux: Sequence[Tensor], tokens: int, numbers: int) -> None:
-    """Check the hidden states that a head reads: together `numbers` numbers for each token."""
+    """Check the hidden states that a head reads, in all `numbers` numbers for each token."""
     for i, state_TH in enumerate(aux):
         shape = (tokens, numbers // len(aux))
-        check_tensor(f"aux[{i}]", state_TH, shape, (torch.float32,), contiguous=True)
+        check_tensor(f"aux[{i}]", state_TH, shape, FLOAT32, contiguous=True)

@@ -1,8 +1,4 @@
-"""The contract of a backend: what every op promises; the one place that checks arguments.
-
-Does not belong here: which backends there are (`ops/__init__.py`), the checks (`ops/checks.py`),
-what an op computes (`ops/backends/`).
-"""
+"""The contract of a backend: what every op promises, after its arguments have been checked."""
 
 from __future__ import annotations
 
@@ -47,23 +43,16 @@ class Backend:
 
     Only `draft` changes an argument. Logits have unit stride along V; rows may lie apart. All
     backends except the reference round float64 logits to float32. A row is *finite* if, after its
-    edits, it holds no NaN or +inf and its maximum is finite: -inf marks a dropped token. Shapes,
-    dtypes, devices and strides are checked, for tensors on the host also their values; an argument
-    that does not fit raises `ConfigError` before any work.
-
-    name, deterministic: those of `get_backend`
+    edits, it has no NaN or +inf and its maximum is finite: -inf marks a dropped token. An argument
+    that does not fit raises `ConfigError` before any work (`ops/checks.py`).
     """
 
     def __init__(self, name: str, kernels: Kernels, deterministic: bool = False) -> None:
-        self.name = name
-        self.deterministic = deterministic
-        self._kernels = kernels
+        self.name, self.deterministic, self._kernels = name, deterministic, kernels
 
     def process_logits(self, rows: Rows) -> Tensor:
-        """Apply each row's edits, temperature, min_p, top_k, top_p, in this order.
-
-        The other functions process rows in the same way when they load them. A row that is not
-        finite does not become finite (see `verify`); its logits may be anything else.
+        """Apply each row's edits, temperature, min_p, top_k, top_p, in this order, as the other
+        functions do. A row that is not finite does not become finite.
 
         Returns:
             New [N, V] logits (float32; float64 in the reference): divided by the temperature,
@@ -76,21 +65,22 @@ class Backend:
         return self._kernels.process_logits(rows)
 
     def sample(self, rows: Rows, noise: Noise) -> Tensor:
-        """Draw a token per row of raw logits, processed on load; exact (Gumbel-max): int64 [N].
+        """Draw a token from each row of raw logits, after processing it: int64 [N]; exact
+        (Gumbel-max).
 
         Rows at T=0 take the argmax, lowest index on ties. Rows with top-k active (0 < k < V), and
         rows of slots under `Rule.COUPLED`, use flat Gumbel noise by token id over the kept tokens.
         All other rows use hierarchical noise over blocks of 1024 ids: block = argmax(log-mass +
         G_block), then token = argmax(logit + G_token) within the block.
 
-        A row that is not finite gives a meaningless id in [0, V), without a mark. With `TARGET`
-        streams, `verify` without drafts draws the same tokens, and marks such rows.
+        A row that is not finite gives a meaningless id in [0, V), without a mark. `verify` without
+        drafts draws the same tokens as `sample` with `TARGET` noise, and marks such rows.
         """
         checks.check_sample(rows, noise)
         return self._kernels.sample(rows, noise)
 
     def draft(self, rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-        """Draw a draft per row of raw draft logits, and keep the q it came from: int64 [N].
+        """Draw a draft from each row of raw draft logits, int64 [N], and keep the row's q.
 
         Rows are drawn as `sample` draws them with `DRAFT` noise at (position, draft index). Slots
         under `Rule.COUPLED` draw with `TARGET` noise at draft index 0, as the target itself will.
@@ -100,7 +90,7 @@ class Backend:
                 (slot, draft index), except for the last slot, which may pad a batch. A row that is
                 not finite gives some id in [0, V'), as in `sample`, and at T > 0 an lse that is
                 not finite: `verify` then does not count the id as a draft.
-            noise: its streams are `DRAFT`.
+            noise: with `DRAFT` streams.
             cache: written at [slot, draft index]; it has the dtype and the width of the logits.
                 None keeps no q and draws the same tokens.
         """
@@ -108,16 +98,16 @@ class Backend:
         return self._kernels.draft(rows, noise, cache)
 
     def verify(self, batch: VerifyBatch) -> Verdict:
-        """Accept a prefix of each request's drafts and emit one more token (K_b = 0: just draw).
+        """Accept the first drafts of each request and draw one more token (K_b = 0: only draw).
 
-        Each request is decided by the rule of its slot (`ops/rules.py`). T=0 rows accept iff the
-        draft is the argmax, except under SYNTHETIC.
+        Each request is decided by the rule of its slot (`ops/rules.py`). Rows at T=0 accept a draft
+        iff it is the argmax, except under SYNTHETIC.
 
         - These ids count as no draft: -1; an id with a q row that is not finite; an id with
           q(x) = 0 in a finite row, which no drafter sampled; under SYNTHETIC an id >= V, since a
           rate cannot make it a token of the target. Neither such an id nor any draft after it is
-          accepted. The token in its place is drawn from p with TARGET noise, like the bonus token.
-        - In place of a rejected draft a token is drawn from norm(max(w p - q, 0)) with RESIDUAL
+          accepted. The token that replaces it is drawn from p with TARGET noise, as a bonus token.
+        - The token that replaces a rejected draft is drawn from norm(max(w p - q, 0)) with RESIDUAL
           noise; if that has zero mass, from p with RESIDUAL noise. A backend may treat less than
           1e-40 as zero; only SYNTHETIC rejects there.
         - Under COUPLED every token is the target's own draw with TARGET noise. Neither COUPLED nor
@@ -127,33 +117,32 @@ class Backend:
           request, `finite_B` is False and -1 follows the accepted drafts. These remain valid, but
           the request cannot go on.
         - A rule that is unknown, or that cannot be applied (SYNTHETIC without rates, BLOCK where
-          `params.rules` lacks it), raises `ConfigError` if slots are on the host. A backend that
-          would have to wait for a device to notice gives such a request no token: `n_accept_B` is
-          0, `finite_B` False, its row of `token_BK1` -1.
+          `params.rules` lacks it), raises `ConfigError` if slots are on the host. On a device the
+          request may get no token instead, so that the host need not wait for the device:
+          `n_accept_B` is 0, `finite_B` False, and its row of `token_BK1` -1.
         """
         checks.check_verify(batch)
         return self._kernels.verify(batch)
 
     def evidence(self, batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
-        """The numbers that decided some requests of a verification: p, q and u of their drafts.
+        """The numbers that decided some requests of a verification: p, q and u of all their drafts.
 
         p and q are those of processed rows. At T=0 p is 1 for the argmax; under COUPLED, which
         compares draws, p is the probability of these draws. In both cases q is not read and counts
-        as one-hot. p is 0 in a target row that is not finite. Drafts after a rejected one are
-        included.
+        as one-hot. p is 0 in a target row that is not finite.
 
         Args:
-            batch: what was verified; its q must still be in the cache.
-            verdict: what `verify` returned for it.
-            request_R: int64, which requests, in 0..B-1.
+            batch: the verified batch; the cache must still have its q.
+            verdict: the result of `verify` for the batch.
+            request_R: int64, indices of requests in 0..B-1.
         """
         checks.check_evidence(batch, verdict, request_R)
         return self._kernels.evidence(batch, verdict, request_R)
 
     def logprobs(self, rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
-        """Log-probabilities of one given token and of the `num_top` likeliest tokens in each row.
+        """Log-probabilities of token `token_N` and of the `num_top` likeliest tokens in each row.
 
-        Dropped tokens have -inf. Nothing is promised for rows that are not finite.
+        Dropped tokens have -inf. Rows that are not finite may give any numbers.
 
         Args:
             rows: a tensor [N, V] of raw logits, or `Rows`, which are processed (T=0: only edited).
@@ -177,8 +166,8 @@ class Backend:
             query_THD: [T, H, D].
             key_cache, value_cache: [num_blocks, block_size, H_kv, D] and [..., D_v], contiguous,
                 in the dtype of the query; H % H_kv == 0.
-            batch: which queries belong to which request. Backends keep what they derive from it for
-                the next layer: it must not be written to afterwards.
+            batch: which queries belong to which request. It must not be changed later, because
+                backends keep what they derive from it for the next layer.
         """
         checks.check_attention(query_THD, key_cache, value_cache, batch, options)
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
@@ -193,7 +182,7 @@ class Backend:
 
         Raises:
             UnfitError: the kernels do not implement part of this stack; the message says which.
-            ConfigError: the outputs of its head do not match its vocabulary.
+            ConfigError: the outputs of the head do not match the vocabulary.
         """
         checks.check_stack(stack)
         load_stack = self._kernels.load_stack
@@ -202,75 +191,68 @@ class Backend:
         return load_stack(stack, positions, most_rows, deterministic=self.deterministic)
 
     def stock_stack(self, stack: Stack) -> LoadedStack:
-        """A stack in stock operators, around this backend's `attention`.
+        """`load_stack` in stock operators, with this backend's `attention`."""
+        from foretoken.ops.backends.torch.stack import StockStack
 
-        Raises:
-            UnfitError: stock operators do not know the format of a weight.
-            ConfigError: as in `load_stack`.
-        """
         checks.check_stack(stack)
-        loaded: LoadedStack = self._stock.StockStack(stack, self._kernels.attention)
-        return loaded
+        return StockStack(stack, self._kernels.attention)
 
     def multiply(self, x: Tensor, linear: Linear) -> Tensor:
-        """The product of x [..., in] with a layer, plain or from `pack`: [..., out]."""
-        product: Tensor = self._stock.multiply(x, linear)
-        return product
+        """The product of x [..., in] with a layer, which may be from `pack`: [..., out]."""
+        from foretoken.ops.backends.torch.stack import multiply
+
+        return multiply(x, linear)
 
     def pack_pays(self, weights: Sequence[Tensor]) -> bool:
-        """Whether linear layers of a model with these weights are faster in `pack`'s layout."""
-        return bool(self._stock.pays(weights))
+        """Whether linear layers with these weights are faster in the layout of `pack`."""
+        from foretoken.ops.backends.torch.stack import pays
+
+        return pays(weights)
 
     def pack(self, linear: Linear) -> Linear:
-        """A layer in a layout that `multiply` reads faster, where `pack_pays`."""
-        packed: Linear = self._stock.packed(linear)
-        return packed
+        """The layer in a layout that `multiply` reads faster if `pack_pays`."""
+        from foretoken.ops.backends.torch.stack import packed
 
-    @property
-    def _stock(self) -> Any:
-        from foretoken.ops.backends.torch import stack
-
-        return stack
+        return packed(linear)
 
     def steps(self, state: SlotState) -> Steps:
-        """The bookkeeping of an engine's slots; these functions do not check their arguments."""
+        """The functions on an engine's slots, which do not check their arguments."""
         return self._kernels.steps(state)
 
     def compile_ahead(self, run: Callable[[], object]) -> None:
-        """Compile, in parallel processes, the kernels that `run` will launch on a GPU.
+        """Compile, in parallel processes, the kernels that `run` launches on a GPU, so that the
+        first real step takes much less time.
 
-        `run` is called once. While it runs in this thread, this backend's functions and stacks
-        launch no kernel and return zeros; PyTorch's operators do run. `run` should be a step on
-        scratch memory: then the first real step takes much less time. Backends without kernels to
-        compile do not call `run`.
+        `run`, a step on scratch memory, is called once. Meanwhile this backend's functions and
+        stacks launch no kernel in this thread and return zeros; PyTorch's operators do run.
+        Backends without kernels to compile do not call `run`.
         """
         self._kernels.compile_ahead(run)
 
     def set_num_threads(self, count: int) -> None:
-        """Share each call's work among `count` threads, the calling one included; process-wide.
-
-        PyTorch's operators use `torch.set_num_threads` instead.
-        """
+        """Set the number of threads of each call, the calling one included, for the whole process.
+        PyTorch's operators use `torch.set_num_threads` instead."""
         self._kernels.set_num_threads(count)
 
     def tunings(self) -> dict[str, Any]:
-        """The timings by which this process chose between ways to compute, and its choices."""
+        """The measured times by which this process chose between kernels, and the choices."""
         return self._kernels.tunings()
 
 
 def draft_cache(
     backend: Backend, logits_BKV: Tensor, params: SlotParams, slot_B: Tensor
 ) -> DraftCache:
-    """The q of drafts that were made elsewhere, from the logits that they were drawn from.
+    """The q of drafts that were not drawn by `Backend.draft`, from the logits of these drafts.
 
-    With it, `verify` treats them as if `Backend.draft` had drawn them. They must be draws from the
-    q of their slots' parameters: softmax of logits / temperature, filtered by min_p, top_k, top_p.
+    With this cache, `verify` treats them as if `Backend.draft` had drawn them. They must be draws
+    from the q of their slots' parameters: softmax of logits / temperature, filtered by min_p, top_k
+    and top_p.
 
     Args:
         backend: the one that will verify; thresholds and LSEs are bitwise those of its `draft`.
         logits_BKV: raw draft logits [B, K, V'], any float dtype, adjacent along V'; draft i of
-            request b was drawn from row (b, i). Rows after a request's last draft may hold
-            anything, and a row that is not finite counts as no draft.
+            request b was drawn from row (b, i). Rows after a request's last draft may have any
+            numbers, and a row that is not finite counts as no draft.
         params: the parameters of all slots; the cache has a row for each.
         slot_B: int64, the slot of each request, no two alike.
 
@@ -281,7 +263,7 @@ def draft_cache(
     Raises:
         ConfigError: names the argument that does not fit.
 
-    Two drafts in slot 0: p = q of the first, which is accepted; the second has no mass in p:
+    Two drafts in slot 0: the first has p = q and is accepted; the second has no mass in p:
 
         >>> import torch
         >>> from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch
@@ -306,7 +288,7 @@ def draft_cache(
         ([[0, 2, -1]], [1])
     """
     if not hasattr(backend, "draft"):
-        raise ConfigError("backend", backend, "what `get_backend` returns")
+        raise ConfigError("backend", backend, "a backend from `get_backend`")
     checks.check_draft_cache(logits_BKV, params, slot_B)
     slots, (_, drafts, vocabulary) = params.key_S.shape[0], logits_BKV.shape
     cache = DraftCache.empty(slots, drafts, vocabulary, logits_BKV.dtype, logits_BKV.device)

@@ -1,11 +1,8 @@
-"""Quantised weights: how their blocks lie in memory, and their values.
+"""Quantised weights: sizes of the block formats of GGUF files, and decoding of these and of the
+grouped integers of compressed-tensors to float32.
 
-Belongs here: the block formats of GGUF files and the grouped integers of compressed-tensors: tables
-of their sizes, and decoding to float32. Does not: their products (`multiply` of each backend),
-reading files (`models/`).
-
-Every format stores small integers (*codes*) and, for each group of them, a scale and an offset or a
-minimum: number = scale * (code - offset) - minimum.
+Every format stores small integers (*codes*) and, for each group of codes, a scale and an offset or
+a minimum: number = scale * (code - offset) - minimum.
 
 Shape suffixes: N rows, G blocks of a row.
 """
@@ -18,9 +15,9 @@ import torch
 from torch import Tensor
 
 GROUP, SUPER = 32, 256
-"""Inputs that share a scale of rounded activations; numbers in a block of the largest formats."""
+"""Number of activations with one scale when they are rounded; numbers in the largest block."""
 
-_MIN_MAGNITUDE = 2.0**-100  # 127 / this is finite
+_MIN_MAGNITUDE = 2.0**-100  # so that 127 / magnitude is finite
 
 
 class BlockKind(NamedTuple):
@@ -45,7 +42,7 @@ _WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def decode_blocks(kind: str, rows: Tensor) -> Tensor:
-    """Rows of blocks, uint8 [N, bytes], in a format of `BLOCKS`, as float32 [N, numbers]."""
+    """Decode rows of blocks, uint8 [N, bytes], to float32 [N, numbers]."""
     size, nbytes = BLOCKS[kind]
     blocks = rows.reshape(len(rows), -1, nbytes)
     decode = _decode_256 if size == 256 else _decode_32
@@ -53,10 +50,10 @@ def decode_blocks(kind: str, rows: Tensor) -> Tensor:
 
 
 def has_finite_scales(kind: str, rows: Tensor) -> bool:
-    """Whether every scale and minimum of rows of blocks is a finite number."""
+    """Whether all scales and minima in rows of blocks are finite."""
     nbytes = BLOCKS[kind].nbytes
     blocks = rows.reshape(-1, nbytes)
-    # Offsets of the block's float16 numbers. Their upper bytes hold all bits of the exponent, which
+    # Offsets of a block's float16 numbers. Each upper byte has the five bits of the exponent, which
     # are all 1 in NaN and infinities.
     offsets = [nbytes - 2] if kind == "Q6_K" else [0, 2] if kind in _WITH_MINIMUM else [0]
     upper_bytes = [blocks[:, offset + 1] for offset in offsets]
@@ -64,13 +61,7 @@ def has_finite_scales(kind: str, rows: Tensor) -> bool:
 
 
 def decode_groups(codes: Tensor, scale_NG: Tensor) -> Tensor:
-    """The weights that grouped integers stand for: code * scale of its group, float32 [N, numbers].
-
-    Args:
-        codes: int8 [N, numbers]; or uint8 [N, numbers / 2] with two codes per byte, the first one
-            in the low half, each stored as its value + 8.
-        scale_NG: float32, one per group; all groups of a row are equally large.
-    """
+    """Decode grouped integers, as in `ops.stack.Grouped`, to float32 [N, numbers]."""
     if codes.dtype is torch.uint8:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).to(torch.int8) - 8
     grouped = codes.reshape(*scale_NG.shape, -1).float()
@@ -78,8 +69,7 @@ def decode_groups(codes: Tensor, scale_NG: Tensor) -> Tensor:
 
 
 def round_rows(x: Tensor) -> Tensor:
-    """Activations [.., in], rounded as they are before a product with blocks: to 8 bits per number
-    and a scale per 32.
+    """Round activations [.., in] as before a product with blocks: to 8 bits, one scale per 32.
 
     A number becomes scale * code, with scale = the group's largest magnitude / 127 and codes
     rounded to the nearest, ties to even. NaN and infinities make their group NaN. A group with all
@@ -93,7 +83,7 @@ def round_rows(x: Tensor) -> Tensor:
 
 
 def _halves(blocks: Tensor, offset: int) -> Tensor:
-    """The half-precision number (float16) at byte `offset` of each block, as float32 [N, G, 1]."""
+    """The float16 number at byte `offset` of each block, as float32 [N, G, 1]."""
     return blocks[..., offset : offset + 2].contiguous().view(torch.float16).float()
 
 
@@ -109,7 +99,7 @@ def _bits(packed: Tensor) -> Tensor:
 
 
 def _decode_32(kind: str, blocks: Tensor) -> Tensor:
-    """Blocks of 32 numbers [N, G, bytes] as float32 [N, G, 32]."""
+    """Decode blocks of 32 numbers, uint8 [N, G, bytes], to float32 [N, G, 32]."""
     scale = _halves(blocks, 0)
     if kind == "Q8_0":
         return scale * blocks[..., 2:].view(torch.int8).float()
@@ -124,12 +114,12 @@ def _decode_32(kind: str, blocks: Tensor) -> Tensor:
 
 
 def _decode_256(kind: str, blocks: Tensor) -> Tensor:
-    """Blocks of 256 numbers [N, G, bytes] as float32."""
+    """Decode blocks of 256 numbers, uint8 [N, G, bytes], to float32."""
     if kind == "Q6_K":
         return _decode_q6(blocks)
     scale_NG8, minimum_NG8 = _small_integers(blocks[..., 4:16])
     shape = blocks.shape[:2]
-    # Each run of 32 bytes holds 32 codes in the low halves, and the next 32 in the high halves.
+    # Each 32 bytes hold 32 codes in their low halves, and the next 32 codes in their high halves.
     codes = _nibbles(blocks[..., -128:].reshape(*shape, 4, 32)).reshape(*shape, 8, 32)
     if kind == "Q5_K":
         shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
@@ -148,14 +138,13 @@ def _small_integers(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decode_q6(blocks: Tensor) -> Tensor:
-    """Blocks of Q6_K [N, G, bytes] as float32 [N, G, 16, 16]."""
     shape = blocks.shape[:2]
     low, high = blocks[..., :128].reshape(*shape, 2, 64), blocks[..., 128:192]
     shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None]
-    # Each half of a block has four quarters of 32 codes. The lower four bits of the first two
-    # quarters are the low halves of its 64 bytes, those of the last two are the high halves.
+    # Each half of a block has four quarters of 32 codes. 64 bytes have the lower four bits of the
+    # first two quarters in their low halves, and those of the last two in their high halves.
     codes = _nibbles(low).reshape(*shape, 2, 4, 32)
     codes = codes | (high.reshape(*shape, 2, 1, 32) >> shifts & 3) << 4
-    factor = blocks[..., 192:208].contiguous().view(torch.int8).float()  # of 16 numbers each
+    factor = blocks[..., 192:208].contiguous().view(torch.int8).float()  # one per 16 numbers
     scale_NGS = (_halves(blocks, 208) * factor)[..., None]
     return scale_NGS * (codes.reshape(*shape, 16, 16).float() - 32)

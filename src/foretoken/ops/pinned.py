@@ -1,11 +1,10 @@
 """Pinned memory of the host: a device copies from and to it while the host continues to run.
 
-A copy from ordinary memory may make the host wait for everything that was launched before. A copy
-from pinned memory never makes it wait.
+A copy from ordinary memory may make the host wait for everything that was launched before.
 
-Before PyTorch frees pinned memory, it asks the device whether the copies are done. If the device
-has failed, this raises an error in a destructor, which ends the process before the failure can be
-reported (torch 2.11). So memory pinned here is reused, and never given back to PyTorch.
+Pinned memory is reused here, and never given back to PyTorch. Before PyTorch frees pinned memory,
+it asks the device whether the copies are done. If the device has failed, this raises an error in a
+destructor, which ends the process before the failure can be reported (torch 2.11).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _new_event() -> torch.cuda.Event:
 
 def _pin(num_bytes: int) -> Tensor:
     piece = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))  # never freed: see the top of this file
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))  # never freed: see the module's docstring
     return piece
 
 
@@ -38,7 +37,7 @@ class Pool:
     """Pieces of pinned memory that are lent and given back.
 
     Args:
-        pin: allocates a piece of so many bytes, uint8.
+        pin: allocates a piece of that many bytes, uint8.
         new_event: makes an event of the device.
     """
 
@@ -50,7 +49,7 @@ class Pool:
         self._idle: defaultdict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
 
     def lend(self, num_bytes: int) -> Tensor:
-        """Pinned memory: the longest idle piece if the copy from it is done, else a new piece."""
+        """The piece that has been idle longest, if its copies are done, else a new piece."""
         idle = self._idle[num_bytes]
         try:
             piece, event = idle.popleft()
@@ -62,22 +61,20 @@ class Pool:
         return self._pin(num_bytes)
 
     def give_back(self, piece: Tensor, event: Any) -> None:
-        """Allow reuse of a piece once `event` has passed."""
         self._idle[len(piece)].append((piece, event))
 
     def record(self) -> Any:
-        """An event that passes once everything launched so far is done."""
+        """An event that passes once everything that was launched before is done."""
         event = self._new_event()
         event.record()
         return event
 
 
 POOL = Pool()
-"""The pinned memory of this process."""
 
 
 class Staging:
-    """A tensor `host` in pinned memory, valid until `give_back`; for a CPU in ordinary memory."""
+    """A tensor `host`, valid until `give_back`: in pinned memory, or ordinary for a CPU."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pool: Pool = POOL
@@ -92,17 +89,15 @@ class Staging:
         self.host = self._piece[:num_bytes].view(dtype).view(shape)
 
     def give_back(self, event: torch.cuda.Event | None = None) -> None:
-        """Allow reuse once `event` has passed; None: once everything launched so far is done."""
+        """Allow reuse once `event` has passed; None: once all launched work is done."""
         if self._piece is not None:
             self._pool.give_back(self._piece, self._pool.record() if event is None else event)
             self._piece = None
 
 
 class ToHost:
-    """Copies of tensors on the host, made after everything that was launched before.
-
-    For tensors on a CPU no copy is made: nothing may be written to them later.
-    """
+    """Copies of tensors on the host, made after everything that was launched before. Tensors on a
+    CPU are not copied, and must not be written to later."""
 
     def __init__(self, tensors: Sequence[Tensor], pool: Pool = POOL) -> None:
         self._event: torch.cuda.Event | None = None
@@ -132,7 +127,7 @@ class ToHost:
 
 
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Copy an array to a device, in order with other launches; on a CPU the memory is shared."""
+    """Copy an array to a device, in order with launches; a tensor on a CPU shares the memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -144,11 +139,9 @@ def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 
 
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy a large host tensor to a contiguous tensor of its shape, of any dtype, on any device.
-
-    The call returns when the copy is done. The driver's own copies, from memory that is not pinned,
-    take twice as long (15 GiB to an H100: 2.5 s against 1.3 s; notes of `loading_gpu.json`).
-    """
+    """Copy a large host tensor to a contiguous tensor of the same shape, and wait for the copy. The
+    driver's own copies, from memory that is not pinned, take twice as long (15 GiB to an H100:
+    2.5 s against 1.3 s; notes of `loading_gpu.json`)."""
     if target.device.type == "cpu":
         target.copy_(source)
         return

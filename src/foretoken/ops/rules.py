@@ -1,10 +1,8 @@
 """Verification rules: which drafts a request accepts, and how its residual is weighted.
 
-What belongs here: one function per rule on [B, K] numbers, for backends in stock operators.
-Compiled backends implement each rule again; all are tested against the oracle. What does not belong
-here: anything that touches the vocabulary (a backend's reductions and its one residual sampler), or
-noise (drawn by the backend, passed in as log u). A rule that needs a further reduction adds a field
-to `RuleInputs`.
+There is one function per rule on [B, K] numbers, for backends in stock operators. Compiled backends
+implement each rule again; all are tested against the oracle. Reductions over the vocabulary and
+noise are the backend's. A rule that needs a further reduction adds a field to `RuleInputs`.
 
 Notation: p target, q draft distribution, x_i the draft i = 1..K of a request, u_i its acceptance
 uniform, tau = n_accept, w the residual weight. Shapes: B requests, K most drafts of a request.
@@ -27,16 +25,16 @@ class RuleInputs:
     """What rules decide by: one float64 number per draft in each field.
 
     log_p_BK: log p(x_i); -inf where the target gives the draft no mass (or is not finite)
-    log_q_BK: log q(x_i); 0 for a one-hot q; -inf if q = 0 everywhere, which holds after the
-              request's last draft, for a placeholder, and for a draft row that is not finite. Such
-              a draft is never accepted and ends the prefix.
+    log_q_BK: log q(x_i); 0 for a one-hot q; -inf if q = 0 everywhere: after the request's last
+        draft, for a placeholder, and for a draft row that is not finite. Such a draft is never
+        accepted, nor is any draft after it.
     log_u_BK: log of the acceptance uniform
     synthetic_rate_K: c_i, the rates of SYNTHETIC; None if no request is under it
     residual_mass_BK: S_{i-1} = sum_x max(w p(x) - q(x), 0) of the row that decides x_i, with the
-              weight w_{i-1} from `weights`; read by BLOCK only
+        weight w_{i-1} from `weights`; read by BLOCK only
 
     p and q are one-hot at T=0, and under COUPLED, where p is the target's own draw: log p is 0 or
-    -inf, log q is 0 and the decision is the same for every u in (0, 1).
+    -inf, log q is 0 and the decision does not depend on u.
     """
 
     log_p_BK: Tensor
@@ -47,31 +45,26 @@ class RuleInputs:
 
 
 Decide = Callable[[RuleInputs], Tensor]
-"""RuleInputs -> accept_BK (bool): whether x_i is accepted."""
+"""A rule; returns accept_BK (bool): whether x_i is accepted."""
 
 
 def log_ratio(x: RuleInputs) -> Tensor:
-    """log p(x_i) - log q(x_i), -inf where q = 0 everywhere.
-
-    Where p = q it is exactly 0, so that a draft equal to the target is accepted for every u < 1.
-    """
+    """log p(x_i) - log q(x_i), -inf where q = 0 everywhere; exactly 0 where p = q, so that the
+    draft is then accepted for every u < 1."""
     return (x.log_p_BK - x.log_q_BK).masked_fill_(x.log_q_BK.isneginf(), -torch.inf)
 
 
 def standard(x: RuleInputs) -> Tensor:
-    """Accept x_i while u_i < p(x_i) / q(x_i); w = 1.
-
-    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
-    """
+    """Accept x_i while u_i < p(x_i) / q(x_i); w = 1. Leviathan et al. 2023, algorithm 1; Chen et
+    al. 2023, algorithm 2."""
     return (x.log_u_BK < log_ratio(x)).cumprod(dim=1).bool()
 
 
 def block(x: RuleInputs) -> Tensor:
-    """Accept the longest prefix whose last draft has u_i < h_i, even if an earlier draft has not.
+    """Accept all drafts up to the last x_i with u_i < h_i (Sun et al. 2024, algorithm 2).
 
-    Sun et al. 2024, algorithm 2:
     p_0 = 1, p_i = min(1, p_{i-1} p(x_i) / q(x_i)); h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, and h_K =
-    p_K, which also follows from S_K = p_K. K is the request's own length, after which q = 0.
+    p_K, which also follows from S_K = p_K. K is the request's number of drafts, after which q = 0.
     w_i = p_i.
     """
     if x.residual_mass_BK is None:
@@ -86,7 +79,7 @@ def block(x: RuleInputs) -> Tensor:
 
 
 def block_weights(x: RuleInputs) -> Tensor:
-    """log p_i of `block`, i = 0..K: [B, K + 1]."""
+    """log p_i of the rule `block`, i = 0..K: [B, K + 1]."""
     log_p = x.log_p_BK.new_zeros(len(x.log_p_BK))
     columns = [log_p]
     for log_ratio_B in log_ratio(x).unbind(dim=1):
@@ -112,14 +105,14 @@ RULES: dict[Rule, Decide] = {
 
 
 def weights(x: RuleInputs, rule_B: Tensor) -> Tensor:
-    """log of the residual weight w_i after i accepted drafts, [B, K + 1]: 0 except under BLOCK."""
+    """log w_i, the residual's weight after i accepted drafts, [B, K + 1]: 0 except under BLOCK."""
     if bool((rule_B == Rule.BLOCK).any()):
         return torch.where((rule_B == Rule.BLOCK)[:, None], block_weights(x), 0.0)
     return x.log_p_BK.new_zeros(len(rule_B), x.log_p_BK.shape[1] + 1)
 
 
 def rules_of(rule_B: Sequence[int]) -> list[Rule]:
-    """The distinct rules of a batch; `NotImplementedError` if `RULES` lacks one of them."""
+    """The distinct rules of a batch; `NotImplementedError` for a rule that is not in `RULES`."""
     used = set(rule_B)
     if unknown := used - RULES.keys():
         raise NotImplementedError(f"`ops/rules.py` lacks the verification rules {unknown}")
@@ -127,7 +120,7 @@ def rules_of(rule_B: Sequence[int]) -> list[Rule]:
 
 
 def accept(x: RuleInputs, rule_B: Tensor) -> Tensor:
-    """n_accept_B (int64): how many drafts each request accepts under its own rule."""
+    """n_accept_B (int64): the number of drafts that each request accepts under its rule."""
     n_accept_B = torch.zeros_like(rule_B)
     for rule in rules_of(rule_B.tolist()):
         if x.log_u_BK.shape[1]:  # without drafts there are no columns to decide

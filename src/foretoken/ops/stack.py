@@ -1,7 +1,4 @@
-"""The model as data, and the contract of a backend that runs it.
-
-Belongs here: records of weights and switches, and the contract `LoadedStack`. Does not: which
-checkpoints become which records (`models/families.py`), arithmetic (`ops/backends/`).
+"""The model as data: records of weights and switches; the contract of a backend that runs them.
 
 A new weight format is a class like `Dense`, and a product in each backend that supports it; a new
 kind of layer is a record like `Attention` or `Gated`.
@@ -32,8 +29,8 @@ class UnfitError(Exception):
 class Dense(NamedTuple):
     """A weight as plain numbers: [out, in], contiguous.
 
-    rounds: whether the values were decoded from blocks or groups. Then activations are rounded to
-            eight bits before the product (`ops.formats.round_rows`)
+    rounds: whether activations are rounded to eight bits before the product
+        (`ops.formats.round_rows`), because the values were decoded from blocks or groups
     """
 
     values: Tensor
@@ -41,22 +38,20 @@ class Dense(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(outputs, inputs)."""
         outputs, inputs = self.values.shape
         return outputs, inputs
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a pass reads."""
         return self.values.nbytes
 
 
 class Blocks(NamedTuple):
     """A weight in one of GGUF's block formats, as stored in the file.
 
-    kind:    one of `ops.formats.BLOCKS`
-    rows:    uint8 [stored rows, bytes of a row]; may be mapped from a file
-    order_N: int64 [out]: the stored row of each output; None: rows are stored in order
+    kind: key of `ops.formats.BLOCKS`
+    rows: uint8 [stored rows, bytes of a row]; may be mapped from a file
+    order_N: int64 [out], the stored row of each output; None: rows are stored in order
     """
 
     kind: str
@@ -77,8 +72,8 @@ class Blocks(NamedTuple):
 class Grouped(NamedTuple):
     """A weight of small integers with a scale for each group of a row, symmetric.
 
-    codes:    int8 [out, in]; or uint8 [out, in / 2] with two codes of four bits per byte, the first
-              one in the low half, each stored as its value + 8
+    codes: int8 [out, in]; or uint8 [out, in / 2] with two codes of four bits per byte, the first
+        one in the low half, each stored as its value + 8
     scale_NG: float32 [out, groups]
     """
 
@@ -120,7 +115,7 @@ def plain(weight: Weight) -> Tensor:
 
 
 def rounds_rows(stack: Stack) -> bool:
-    """Whether a weight is quantised, so that its product rounds activations to eight bits."""
+    """Whether a weight is or was quantised, so that products round activations to eight bits."""
     parts = (part for _, linear in linears(stack) for part in parts_of(linear.weight))
     return any(part.rounds if isinstance(part, Dense) else True for part in parts)
 
@@ -137,7 +132,7 @@ def first_rows(weight: Weight, count: int) -> Weight:
 
 
 def first_columns(weight: Weight, count: int) -> Weight:
-    """The weight of the first `count` inputs: a whole number of blocks or groups, or all inputs."""
+    """The weight of the first `count` inputs, a whole number of blocks or groups."""
     if count == weight.shape[1]:
         return weight
     if isinstance(weight, Blocks):
@@ -159,12 +154,12 @@ def tensors_of(weight: Weight) -> Iterator[Tensor]:
 
 
 def dtype_of(weight: Weight) -> torch.dtype:
-    """The dtype that a weight is multiplied in: float32 for blocks and groups."""
+    """The dtype of products with a weight: float32 for blocks and groups."""
     return weight.values.dtype if isinstance(weight, Dense) else torch.float32
 
 
 def device_of(weight: Weight) -> torch.device:
-    """The device of a weight's tensors."""
+    """The device of a weight."""
     return next(tensors_of(weight)).device
 
 
@@ -176,7 +171,7 @@ def parts_of(weight: Weight) -> tuple[Dense | Blocks | Grouped, ...]:
 class Linear(NamedTuple):
     """A linear layer, or several layers with the same input and concatenated outputs.
 
-    bias:  [out]
+    bias: [out]
     split: the number of outputs of each layer, if there are several
     """
 
@@ -189,7 +184,7 @@ class Rope(NamedTuple):
     """Rotary embedding: elements i and i + R of a head are rotated by position * frequency_R[i].
 
     frequency_R: float32; elements 2R and higher of a head are not rotated
-    scale:       factor of cosines and sines
+    scale: factor of cosines and sines
     """
 
     frequency_R: Tensor
@@ -199,8 +194,8 @@ class Rope(NamedTuple):
 class Attention(NamedTuple):
     """A mixer: softmax attention over the cache.
 
-    qkv:     projects to queries, keys and values; `split` has their sizes
-    o:       output projection
+    qkv: projects to queries, keys and values; `split` has their sizes
+    o: output projection
     q_norm_D, k_norm_D: gains of the norms of each head's query and key, before the rotation
     """
 
@@ -242,12 +237,11 @@ class FeatureRule(NamedTuple):
     output of the previous row. The mixer of the first layer reads 2C numbers: the token's normed
     embedding and the normed feature. The residual stream begins with the feature.
 
-    fc:           [C, states]
-    fc_norm_PA:   the input of `fc` consists of P parts, which are normed separately: their gains
+    fc: [C, states]
+    fc_norm_PA: gains of the norms of the P parts of the input of `fc`
     feature_norm_C: gain of the feature's norm
-    norm_before_residual: the stream begins with the normed feature
-    norm_output:  whether the next row reads the normed output; False: only the logits are computed
-                  from it
+    norm_before_residual: whether the residual stream begins with the normed feature
+    norm_output: whether the next row reads the normed output, from which the logits are computed
     """
 
     fc: Linear
@@ -259,14 +253,14 @@ class FeatureRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A decoder: its weights and switches. All norms are RMSNorms with one `eps`.
+    """A decoder: weights and switches. All norms are RMSNorms with one `eps`.
 
     embedding: [V, C]; may have more rows than `vocab_size`
     norm_C, head: final norm and output layer
-    vocab_size:   V, columns of the logits
-    target_ids:   int64 [outputs of the head], in 0..V-1, no two alike: the token of each output.
-                  Logits of all other tokens are -inf. None: output i is token i
-    features:     None: the input is the tokens' embeddings
+    vocab_size: V, columns of the logits
+    target_ids: int64 [outputs of the head], in 0..V-1, no two alike: the token of each output.
+        Logits of all other tokens are -inf. None: output i is token i
+    features: None: the input is the tokens' embeddings
     """
 
     embedding: Weight
@@ -284,7 +278,7 @@ class Stack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of norms, and of weights that are plain numbers."""
+        """The dtype of norms and of `Dense` weights."""
         return self.norm_C.dtype
 
     @property
@@ -293,7 +287,7 @@ class Stack:
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
-        """Per layer: number of K/V heads, size of a key, size of a value; for a `KVPool`."""
+        """The `cache.kv_pool.LayerShape` of each layer."""
         return [(m.kv_heads, m.head_size, m.head_size) for _, m, _, _ in self.layers]
 
 
@@ -321,7 +315,7 @@ def map_linears(stack: Stack, change: Callable[[Linear], Linear]) -> Stack:
 
 
 def check_dense(stack: Stack) -> None:
-    """Raise `UnfitError` for a weight that is not plain numbers."""
+    """Raise `UnfitError` for a weight that is not `Dense`."""
     for name, linear in [*linears(stack), ("embedding", Linear(stack.embedding))]:
         if not isinstance(linear.weight, Dense):
             raise UnfitError(f"`{name}` is stored as {format_of(linear.weight)}")
@@ -335,7 +329,7 @@ def check_known(stack: Stack) -> None:
 
 
 def format_of(weight: Weight) -> str:
-    """The common name of a weight's format."""
+    """The name of a weight's format, for messages."""
     if isinstance(weight, Blocks):
         return weight.kind
     if isinstance(weight, Grouped):
@@ -360,19 +354,18 @@ class KV(Protocol):
 
 
 Features = Sequence[Tensor] | Tensor
-"""The target's hidden states, one [T, C] per layer; or the output of each previous row, [T, C]."""
+"""Hidden states of the target, one [T, C] per layer; or outputs of the previous rows, [T, C]."""
 
 
 class ForwardOutput(NamedTuple):
     """The result of one forward pass. The next pass may overwrite it.
 
-    logits_NV: raw logits, one row per entry of `ForwardBatch.logit_row_N`, in the same order;
-               [0, V] if no logits were requested
-    aux:       the requested hidden states of all tokens, [T, hidden] each, numbered as in
-               Transformers' `hidden_states`: state i is the input of layer i, and the last one is
-               the normed input of the output layer
+    logits_NV: raw logits, one row per entry of `ForwardBatch.logit_row_N`; [0, V] without logits
+    aux: the requested hidden states of all tokens, [T, hidden] each, numbered as in Transformers'
+        `hidden_states`: state i is the input of layer i, and the last one is the normed input of
+        the output layer
     hidden_NC: with a `FeatureRule`: the output of each row that has logits; no later pass
-               overwrites it
+        overwrites it
     """
 
     logits_NV: Tensor
@@ -381,15 +374,15 @@ class ForwardOutput(NamedTuple):
 
 
 class DraftRound(NamedTuple):
-    """The requests of a round of drafting (`RoundStack.draft`), and how their drafts are drawn.
+    """The requests of a round of drafting (`RoundStack.draft`), and how drafts are drawn.
 
-    params:     the parameters of all slots
-    slot_B:     int64, no two alike
-    num_B:      int64, number of drafts of each request: >= 1, with a `FeatureRule` >= 0
-    cache:      float32; receives the q of each draft. None: each draft is the argmax of the logits,
-                whatever the temperature
+    params: the parameters of all slots
+    slot_B: int64, no two alike
+    num_B: int64, number of drafts of each request: >= 1, with a `FeatureRule` >= 0
+    cache: float32; gets the q of each draft. None: each draft is the argmax of the logits, whatever
+        the temperature
     fp64_noise: as `Noise.fp64`
-    hidden_SC:  with a `FeatureRule`: the output of the last row of each slot's request
+    hidden_SC: with a `FeatureRule`: the output of the last row of each slot's request
     """
 
     params: SlotParams
@@ -401,13 +394,13 @@ class DraftRound(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of a pass of the target, for a stack that reads the target's hidden states.
+    """Tokens after a pass of the target, for a stack that reads the target's hidden states.
 
-    token_SL:  int32, the tokens of each slot
-    length_B:  for each request of the pass, the number of known tokens of its slot
-    slot_B:    int64, the slot of each request
-    hidden_SC: output, by slot: receives the drafting stack's output of each request's last row that
-               has a known token after it
+    token_SL: int32, the tokens of each slot
+    length_B: the number of known tokens of each request of the pass
+    slot_B: int64, the slot of each request
+    hidden_SC: is written to, by slot: the drafting stack's output of each request's last row that
+        has a known token after it
     """
 
     token_SL: Tensor
@@ -417,13 +410,11 @@ class Outcome(NamedTuple):
 
 
 class LoadedStack(Protocol):
-    """A stack in a backend's own layout.
+    """A stack in a backend's own layout of weights. Keys and values may have such a layout, too,
+    which neither `attention` nor another backend's stack can read.
 
-    It may have its own layout of keys and values within each block, which neither `attention` nor
-    another backend's stack can read.
-
-    stack: the stack as records. A weight that exists only in the backend's layout is a tensor on
-        the device `meta` here: a shape without values
+    stack: the records. A weight that exists only in the backend's layout is a tensor on the device
+        `meta` here: a shape without values
     dtype: the dtype of keys, values, hidden states and logits
     multiplies_masked_keys: whether a NaN in an unused part of a block would spread to results. Then
         blocks must be cleared before another request uses them
@@ -444,20 +435,16 @@ class LoadedStack(Protocol):
         *,
         logits: bool = True,
     ) -> ForwardOutput:
-        """Run packed tokens and write their K/V.
+        """Run packed tokens and write their K/V; `logits` is whether to compute logits.
 
         Args:
-            batch: with a `FeatureRule`, `token_T` holds the token *after* each row's position.
+            batch: with a `FeatureRule`, `token_T` has the token *after* each row's position.
             aux_layers: numbers of the hidden states to return; see `ForwardOutput.aux`.
             features: given iff the stack has a `FeatureRule`.
-            logits: False: compute no logits.
         """
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
-        """With a `FeatureRule`: raw logits [N, V] from the outputs of N rows.
-
-        The next call may overwrite the result.
-        """
+        """With a `FeatureRule`: raw logits [N, V] of N outputs; the next call overwrites them."""
 
 
 @runtime_checkable
@@ -465,7 +452,8 @@ class RoundStack(LoadedStack, Protocol):
     """A stack on a host that runs a whole round of drafting in one call."""
 
     def draft(self, batch: ForwardBatch, kv: KV, drafting: DraftRound) -> Tensor:
-        """A whole round of autoregressive drafting. Drafts are drawn as in `Backend.draft`.
+        """A whole round of drafting: int64 [B, K], -1 after a request's last draft. Drafts are
+        drawn as in `Backend.draft`.
 
         Args:
             batch: the known tokens of each request that are not in the cache yet. The first draft
@@ -473,17 +461,8 @@ class RoundStack(LoadedStack, Protocol):
                 except the last one, for which no K/V are computed. With a `FeatureRule` all known
                 tokens are in the cache, and only two fields are read: `length_B`, the number of
                 known tokens; and `block_BL`, which here has a row for each slot.
-
-        Returns:
-            int64 [B, K], -1 after a request's last draft.
         """
 
     def observe(self, batch: ForwardBatch, kv: KV, features: Features, outcome: Outcome) -> None:
-        """With a `FeatureRule`: run the rows of a target's pass that have a known next token.
-
-        The next token is the row's input.
-
-        Args:
-            batch, features: the batch and the hidden states of the target's pass; `token_T` is not
-                read.
-        """
+        """With a `FeatureRule`: run the rows of the target's pass that have a known next token,
+        which is their input. `batch` (but for `token_T`) and `features` are those of that pass."""

@@ -1,9 +1,9 @@
-"""The bookkeeping of a step's slots, between the passes of models: the contract and its data.
+"""The contract of a backend's functions on the slots of a step, between the passes of models.
 
 On an asynchronous device only the device knows tokens and lengths; sizes are upper bounds known to
 the host. There every function launches one or two kernels, whatever the batch, and reads nothing
-back, so that steps can be captured. On a CPU batches have their true sizes. The engine is the only
-caller: arguments are not checked. All tensors are contiguous.
+back, so that steps can be captured. On a CPU batches have their true sizes. Arguments are not
+checked, because the engine is the only caller. All tensors are contiguous.
 
 The last slot is the spare slot. It pads batches, and may occur several times in one batch. It has
 one token, may have no more, and its whole block table names one block that belongs to no request.
@@ -27,13 +27,12 @@ from foretoken.ops.types import AttentionBatch, SlotParams, Verdict
 class SlotState(NamedTuple):
     """Tokens, blocks and lengths of all slots, as contiguous tensors on the slots' device.
 
-    Attributes:
-        token_SL: int32 [S, W], known tokens, then drafts; any values after these.
-        block_SL: int64 [S, L], cache blocks by position.
-        length_S: int64, known tokens, those of the latest step included.
-        computed_S: int64, leading tokens with K/V in the target's cache.
-        limit_S: int64, the number of tokens that the request may have; it is lowered to the
-            request's length once no token may be added.
+    token_SL: int32 [S, W], known tokens, then drafts; any values after these.
+    block_SL: int64 [S, L], cache blocks by position.
+    length_S: int64, known tokens, those of the latest step included.
+    computed_S: int64, leading tokens with K/V in the target's cache.
+    limit_S: int64, the number of tokens that the request may have. It is lowered to the request's
+        length if logits were not finite.
     """
 
     token_SL: Tensor
@@ -44,27 +43,27 @@ class SlotState(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """The tokens that a step computes for each request: known tokens, then drafts if it decides.
+    """The tokens that a step computes: known tokens of each request, then drafts if it decides.
 
-    slot_B:       int64, no two alike except the spare slot
+    slot_B: int64, no two alike except the spare slot
     num_tokens_B: int64, number of known tokens to compute, at least one
-    of_B:         int64, the request's index among the D requests that decide, -1 if it does not
-                  decide; None: all B decide, in this order
-    num_D:        int64, number of drafts of each request that decides
+    decider_B: int64, index of each request among the D requests that decide, -1 if it does not
+        decide; None: all B decide, in this order
+    num_D: int64, number of drafts of each request that decides
     """
 
     slot_B: Tensor
     num_tokens_B: Tensor
-    of_B: Tensor | None
+    decider_B: Tensor | None
     num_D: Tensor
 
 
 class PackSizes(NamedTuple):
-    """The size of a batch: upper bounds known to the host.
+    """Upper bounds of a batch's size, known to the host.
 
     tokens, rows: number of tokens, and of rows of logits, in the batch
-    queries:      number of new tokens of one request
-    ahead:        number of positions after a request's last token that its block table also covers
+    queries: number of new tokens of one request
+    ahead: number of positions after a request's last token that the block table also covers
     """
 
     tokens: int
@@ -81,10 +80,10 @@ class ForwardBatch(NamedTuple):
 
     token_T, position_T: int64
     logit_row_N: int64 indices into T of the tokens that need logits; if N = T, all in order
-    attention:   which request each token belongs to, and where its K/V go; `block_BL` is filled
-                 only as far as the batch reads it
-    num_deciding: the first `num_deciding` of the N rows decide: the last K_b + 1 rows of each
-                 deciding request, in order. None: all N rows decide
+    attention: which request each token belongs to, and the blocks of each request, as far as this
+        pass needs them
+    num_deciding: how many of the N rows decide: first come the last K_b + 1 rows of each deciding
+        request, in order. None: all N rows decide
     """
 
     token_T: Tensor
@@ -94,20 +93,19 @@ class ForwardBatch(NamedTuple):
     num_deciding: int | None = None
 
     def deciding(self, logits_NV: Tensor) -> Tensor:
-        """The logits of the rows that decide."""
         return logits_NV if self.num_deciding is None else logits_NV[: self.num_deciding]
 
 
 class DraftRequests(NamedTuple):
     """Requests to draft for, and how many drafts to make.
 
-    slot_B:     int64
-    num_B:      int64, K_b: the largest number of drafts of each request, 0 allowed
-    position_B: int64, number of known tokens of each request: the position of its first draft
-    most:       upper bound of all `num_B`, known to the host
-    params:     the parameters of all slots; their promises hold for this step
-    samples:    False: no request draws at random; True promises nothing
-    drafters:   numbers of the drafters that requests of the step may have
+    slot_B: int64
+    num_B: int64, K_b: the most drafts of each request, 0 allowed
+    position_B: int64, number of known tokens of each request: the position of the first draft
+    most: upper bound of all `num_B`, known to the host
+    params: the parameters of all slots; the flags hold for this step
+    samples: False: no request draws at random; True: some may
+    drafters: numbers of the drafters that requests of the step may have
     """
 
     slot_B: Tensor
@@ -124,14 +122,14 @@ class Round(NamedTuple):
 
     Pass i > 0 computes one token of each request, draft i - 1, even if the request needs no more
     drafts: after the request's own blocks the table names the spare slot's block. Row i of the
-    fields with suffix KB belongs to pass i; these rows are contiguous.
+    fields with suffix KB belongs to pass i.
 
-    num_B:       int64, number of drafts of each request that fit the positions of the model
-    first:       the batch of pass 0: known tokens, with logits of each request's last known token
-    index_B1:    0..B
+    num_B: int64, number of drafts of each request for which the model has positions
+    first: the batch of pass 0: known tokens, with logits of each request's last known token
+    index_B1: 0..B
     position_KB: position of the token that the pass computes
-    length_KB:   tokens in the cache after the pass, which is also the position of draft i
-    index_KB:    the number i
+    length_KB: tokens in the cache after the pass, which is also the position of draft i
+    index_KB: the number i
     """
 
     num_B: Tensor
@@ -154,29 +152,23 @@ class Round(NamedTuple):
 class Steps(Protocol):
     """Functions of a backend on one `SlotState`; `write_drafts` and `advance` change the state.
 
-    On a CPU the next call of `count_drafts` or `pack` on the same object may overwrite the tensors
-    that the last call returned.
+    On a CPU a call of `count_drafts` or `pack` may overwrite the tensors of the last call.
     """
 
     def __init__(self, state: SlotState) -> None: ...
 
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of drafts of each slot, and its number of known tokens.
-
-        K_b = min(most_B[b], number of tokens that may still be added - 1), at least 0.
-        """
+        """The number of drafts K_b and of known tokens of each slot: K_b = min(most_B[b], number of
+        tokens that may still be added - 1), at least 0."""
 
     def write_drafts(
         self, requests: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
         """Write each request's first `num_B` drafts after its known tokens, as ids in 0..last_id.
-
-        Raises:
-            IntegrityError: on a CPU, if a request has more drafts than were requested.
-        """
+        On a CPU, `IntegrityError` if a request has more drafts than were requested."""
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
-        """Pack each request's next tokens to compute; K_b + 1 rows of each deciding request.
+        """Pack each request's next tokens; deciding requests have K_b + 1 rows of logits.
 
         The spare slot replaces a request that may have no more tokens. On a CPU the batch has
         exactly the tokens, rows and columns of blocks that it needs, whatever the bounds.
@@ -190,9 +182,9 @@ class Steps(Protocol):
 
         Returns:
             A new tensor for the host to read later, int64 [B + D * (K + 4)]. First, for each
-            request, the number of its tokens that were computed before the step. Then, for each
-            request that decided: number of drafts, number of accepted drafts, whether it was
-            finite, and its row of `token_BK1`.
+            request, how many of its tokens were computed before the step. Then, for each request
+            that decided: number of drafts, number of accepted drafts, whether it was finite, and
+            its row of `token_BK1`.
         """
 
     def begin_round(
@@ -201,17 +193,15 @@ class Steps(Protocol):
         """Plan a round of `requests.most` passes of a model that has `max_len` positions.
 
         The first pass computes the last `known` tokens of each request, or all if it has fewer.
-        The blocks of each slot must hold position_B + num_B tokens. The spare slot replaces a
-        request that has more tokens than the model has positions.
+        The blocks of each slot must have room for position_B + num_B tokens. The spare slot
+        replaces a request that has more tokens than the model has positions.
         """
 
     def shift(
         self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """The token that follows each token of a pass; call it after `advance` of the step.
-
-        Args:
-            num_tokens: T; tokens after the batch's last token are padding.
+        """The token that follows each of the T = `num_tokens` tokens of a pass, padding included;
+        call it after `advance` of the step.
 
         Returns:
             int64 [T]: the token at the next position, which may be a draft; any id if there is no
@@ -225,8 +215,5 @@ class Steps(Protocol):
     def look_up(
         self, requests: DraftRequests, shortest: int, longest: int
     ) -> tuple[Tensor, Tensor]:
-        """Drafts by prompt lookup (`drafting/ngram.py`): `token_BK` and `num_B` of a `DraftBlock`.
-
-        Args:
-            shortest, longest: lengths of the suffixes that are looked up.
-        """
+        """Drafts by prompt lookup of suffixes of `shortest` to `longest` tokens
+        (`drafting/ngram.py`): `token_BK` and `num_B` of a `DraftBlock`."""

@@ -1,8 +1,7 @@
-"""Indexes of the places where a text's last tokens occurred before; for native kernels only.
+"""Indexes of the places where a text's last tokens occurred before: the numpy arrays on which
+`backends/native/csrc/suffix.cpp` works, and the calls.
 
-Belongs here: the memory of `backends/native/csrc/suffix.cpp`, as numpy arrays, and its calls.
-
-Shapes: N texts, W tokens of a text, S slots, B requests, K drafts.
+Shapes: N rings, W tokens of a ring, B requests, K drafts.
 """
 
 from __future__ import annotations
@@ -21,35 +20,37 @@ from foretoken.ops.steps import DraftRequests
 
 Array = NDArray[Any]
 
-# Links per token: for each length of `kLengths` one link, to the previous place where that many
-# tokens up to the place have the same hash.
+# Links per token: for each length of `kLengths` one link to the previous place at which that many
+# tokens, up to and with the place, have the same hash.
 LINKS = 3
 _END, _SIZE = 5, 6  # fields of `SuffixIndex`
 _SEPARATOR = -1  # after each text of a ring
 
 
 class SuffixOptions(NamedTuple):
-    """How far a draft may go.
+    """Limits of drafts.
 
-    depth: at most so many tokens are compared; a longer match counts as this long.
-    factor: upper bound of the number of drafts per token of the match.
-    least: lower bound of the product of the drafts' frequencies.
+    depth: the most tokens of a match that are compared
+    max_factor: upper bound of the number of drafts per token of the match
+    min_product: lower bound of the product of the drafts' frequencies
     """
 
     depth: int
-    factor: float
-    least: float
+    max_factor: float
+    min_product: float
 
 
 class SuffixIndexes:
-    """Indexes of N rings. A ring holds the latest tokens of its texts, in an array of fixed size.
+    """Indexes of N rings: arrays of fixed size with the latest tokens of some texts.
+
+    Args:
+        rings: int32 [W] each, contiguous, at least one token.
 
     Attributes:
-        field_NF: `SuffixIndex` of the C++ side, int64 [N, 7], at `address`.
+        field_NF: the C++ side's `SuffixIndex` of each ring, int64 [N, 7], at `address`.
     """
 
     def __init__(self, rings: Sequence[Array]) -> None:
-        """rings: int32 [W] each, contiguous, at least one token."""
         self._rings = rings
         self._kept: list[tuple[Array, Array]] = []  # memory that `field_NF` points to
         fields = []
@@ -65,12 +66,12 @@ class SuffixIndexes:
 
     @staticmethod
     def num_bytes(capacity: int) -> int:
-        """Bytes of the index of a ring of `capacity` tokens, without the ring itself."""
+        """Bytes of the index of a ring of `capacity` tokens, without the ring."""
         return 4 * LINKS * (capacity + _num_buckets(capacity))
 
     @property
     def size_N(self) -> Array:
-        """How many tokens of each ring are indexed."""
+        """The number of indexed tokens of each ring."""
         sizes: Array = self.field_NF[:, _SIZE]
         return sizes
 
@@ -81,14 +82,12 @@ class SuffixIndexes:
             self.field_NF[i, _END] = 0
 
     def room(self, i: int, text: Array) -> int:
-        """The number of tokens of other texts that fit into ring i together with this text."""
+        """How many tokens of other texts fit into ring i together with this text."""
         return max(len(self._rings[i]) - len(text) - 1, 0)
 
     def append(self, i: int, text: Array) -> int:
-        """Index a finished text in ring i; of a text that is too long for the ring, only its end.
-
-        Returns how many places of the ring the text takes, the separator after it included.
-        """
+        """Index a finished text in ring i, without the beginning if it is too long for the ring.
+        Returns how many places of the ring the text and a separator take."""
         ring, end = self._rings[i], int(self.field_NF[i, _END])
         text = np.append(text[max(len(text) + 1 - len(ring), 0) :], np.int32(_SEPARATOR))
         ring.put(np.arange(end, end + len(text)), text, mode="wrap")
@@ -97,38 +96,35 @@ class SuffixIndexes:
 
 
 def _num_buckets(capacity: int) -> int:
-    """The number of hash buckets: a power of 2, more than half of the capacity."""
-    return 1 << (capacity.bit_length() - 1)
+    return 1 << (capacity.bit_length() - 1)  # a power of 2, more than half of the capacity
 
 
 def propose(
-    own: SuffixIndexes,
-    others: SuffixIndexes,
-    num_others_B: Tensor,
+    slot_indexes: SuffixIndexes,
+    shared_indexes: SuffixIndexes,
+    num_shared_B: Tensor,
     requests: DraftRequests,
     options: SuffixOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts after the known tokens of each request, in one call.
 
-    A request's drafts are the commonest continuation of its longest suffix that occurred before.
-    Its own text and the first `num_others_B` indexes of `others` are searched; the continuation
-    with the largest expected number of accepted drafts is taken.
+    For the request's slot and for the first `num_shared_B` shared indexes, a candidate is the
+    commonest continuation of the longest suffix of the request that occurred there before. The
+    drafts are the candidate with the largest expected number of accepted drafts.
 
-    Args:
-        own: indexes of the slots' own texts. A slot's new tokens, except the last one, are indexed
-            first.
-        others: indexes of other texts.
+    New tokens of a slot, except the last one, are first added to `slot_indexes`.
 
     Returns:
-        The drafts, int64 [B, requests.most], -1 after a request's last draft; their number, int64
-        [B]; and the number of them that would be accepted if tokens followed as often as they did
+        The drafts, int64 [B, requests.most], -1 after a request's last draft; the number of drafts,
+        int64 [B]; and the number that would be accepted if tokens followed as often as they did
         before, float64 [B].
     """
     count = len(requests.slot_B)
     token_BK = torch.empty((count, requests.most), dtype=torch.int64)
     num_B = torch.empty(count, dtype=torch.int64)
     expected_B = torch.empty(count, dtype=torch.float64)
-    inputs = requests.slot_B, requests.position_B, requests.num_B, num_others_B
+    inputs = requests.slot_B, requests.position_B, requests.num_B, num_shared_B
     native = struct((*inputs, token_BK, num_B, expected_B), count, requests.most)
-    library.load().foretoken_suffix_propose(own.address, others.address, native, *options)
+    addresses = slot_indexes.address, shared_indexes.address
+    library.load().foretoken_suffix_propose(*addresses, native, *options)
     return token_BK, num_B, expected_B

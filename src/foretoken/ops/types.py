@@ -1,11 +1,11 @@
-"""Data that crosses the boundary of `ops`. Plain tensors in named fields, no behaviour.
+"""Arguments and results of ops: records of tensors.
 
 Records made for every call are `NamedTuple`s (0.3 us; a frozen dataclass takes 1.2).
 
 Shape suffixes: B requests in the batch, K most drafts of a request, N rows (= sum of K_b + 1),
 V vocabulary, S request slots, T packed tokens, M entries of edits, R masks, W mask words, H heads,
 L block-table columns. A *row* is one position at which the target's next-token distribution is
-needed; a *slot* is a request's permanent index into per-request state, not its batch order.
+needed; a *slot* is a request's permanent index into per-request state, whatever its batch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Stream(IntEnum):
     ACCEPT = 6
 
 
-# Pairs of (token stream, block stream) that a row may be drawn with.
+# Pairs of (token stream, block stream) with which a row may be drawn.
 TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 RESIDUAL = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
 DRAFT = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)
 
 
 class Rule(IntEnum):
-    """Verification rules by number, as `SlotParams.rule_S` holds them; see `ops/rules.py`."""
+    """Verification rules by their number in `SlotParams.rule_S`; see `ops/rules.py`."""
 
     STANDARD = 0
     BLOCK = 1
@@ -47,20 +47,20 @@ class Rule(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SlotParams:
-    """Sampling state of every request slot; rows gather from it by slot index.
+    """Sampling parameters by slot.
 
     The tensors' values may change, their shapes, dtypes and device may not: ops check these once.
 
-    key_S:         int64, the 64-bit noise key of the sample (bits, two's complement)
+    key_S: int64, the 64-bit noise key of the sample (bits, two's complement)
     temperature_S: float32, 0 or >= 1e-5; 0 means argmax, lowest index on ties
-    top_k_S:       int64; active iff 0 < k < V
-    top_p_S:       float32 in (0, 1]; 1 is off
-    min_p_S:       float32 in [0, 1]; 0 is off
-    rule_S:        int64, a `Rule`; slots under COUPLED always draw flat noise
-    has_filters:   False promises that top-k, top-p and min-p are off in every slot in use, so that
-                   a backend need not read them from the device; True promises nothing
-    rules:         promises that slots in use are under no other rule
-    values_fit:    True promises that the values of slots in use are in range: ops do not check
+    top_k_S: int64; active iff 0 < k < V
+    top_p_S: float32 in (0, 1]; 1 is off
+    min_p_S: float32 in [0, 1]; 0 is off
+    rule_S: int64, a `Rule`; slots under COUPLED always draw flat noise
+    has_filters: False promises that top-k, top-p and min-p are off in every slot in use, so that a
+        backend need not read them from the device; True promises nothing
+    rules: promises that slots in use have no other rule
+    values_fit: True promises that the values of slots in use are in range: ops do not check
     """
 
     key_S: Tensor
@@ -75,27 +75,25 @@ class SlotParams:
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
-        """The tensors, in order."""
         return self.key_S, self.temperature_S, self.top_k_S, self.top_p_S, self.min_p_S, self.rule_S
 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Changes to raw logits, before temperature. First the mask, then one entry per (row, token).
+    """Changes to raw logits, before temperature: first masks, then entries, one per (row, token).
 
     An entry turns a logit x into x + bias; then x / repetition if x > 0, else x * repetition; then
-    x - subtract. A ban is a bias of -inf, which stays -inf whatever follows. All of these fold into
-    one entry: bias, allowed tokens, min_tokens, penalties, bad words, grammar. For example,
-    frequency * count + presence * (count > 0) is the `subtract` of a seen token.
+    x - subtract. A ban is a bias of -inf, which stays -inf whatever follows. For example, the
+    `subtract` of a seen token is frequency * count + presence * (count > 0).
 
-    mask_RW:     int32, W = ceil(V / 32) words of masks, or None; token v survives iff bit v % 32 of
-                 word v // 32 is 1
-    mask_N:      int64, the mask of each row, -1 for none; None iff `mask_RW` is
-    start_N1:    int64 [N + 1], first entry of each row; start_N1[N] = M
-    token_M:     int64, rising within a row; ids >= V are not allowed
-    bias_M:       float32, -inf or up to 3.4e38; 0 changes nothing
+    mask_RW: int32, W = ceil(V / 32) words of masks, or None; token v is allowed iff bit v % 32 of
+        word v // 32 is 1
+    mask_N: int64, the mask of each row, -1 for none; None iff `mask_RW` is
+    start_N1: int64 [N + 1], first entry of each row; start_N1[N] = M
+    token_M: int64, rising within a row; ids >= V are not allowed
+    bias_M: float32, -inf or up to 3.4e38; 0 changes nothing
     repetition_M: float32 in [1e-30, 3.4e38]; 1 changes nothing
-    subtract_M:   float32 in [-3e38, 3.4e38]; 0 changes nothing
+    subtract_M: float32 in [-3e38, 3.4e38]; 0 changes nothing
     """
 
     mask_RW: Tensor | None
@@ -108,12 +106,12 @@ class Edits:
 
 
 class Rows(NamedTuple):
-    """Rows of raw logits, and how each is processed on load.
+    """Rows of raw logits, and how an op processes them (`Backend.process_logits`).
 
     logits_NV: any float dtype, unit stride along V; rows may lie apart
-    params:    the parameters of all slots
-    slot_N:    int64, the slot of each row, which gives its parameters
-    edits:     the edits of these N rows, applied before temperature; None changes nothing
+    params: the parameters of all slots
+    slot_N: int64, the slot of each row
+    edits: the edits of these N rows; None changes nothing
     """
 
     logits_NV: Tensor
@@ -123,12 +121,12 @@ class Rows(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """The noise that each of N rows is drawn with; its key is that of the row's slot.
+    """The noise with which each of N rows is drawn, with the key of the row's slot.
 
-    position_N:    int64, sequence position of the token that is drawn
+    position_N: int64, sequence position of the token that is drawn
     draft_index_N: int64, 0 for target and residual streams
-    streams:       `TARGET`, `RESIDUAL` or `DRAFT`
-    fp64:          a uniform has 53 random bits instead of 24
+    streams: `TARGET`, `RESIDUAL` or `DRAFT`
+    fp64: whether a uniform has 53 random bits instead of 24
     """
 
     position_N: Tensor
@@ -139,19 +137,18 @@ class Noise(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DraftCache:
-    """The numbers to recompute the q of every draft from, by request *slot* and draft index.
+    """The numbers from which the q of a draft is recomputed, by slot and draft index.
 
     The three tensors are contiguous, and have at least one row per slot of the parameters. Their
     shapes, dtypes and device do not change: ops check these once.
     q is softmax of logits / temperature over the tokens with a raw logit >= threshold. An entry is
-    filled by `Backend.draft`, or by `draft_cache` for drafts made elsewhere. It is valid until the
+    written by `Backend.draft`, or by `draft_cache` for drafts made elsewhere. It is valid until the
     slot's next draft at that index; until then the slot's temperature must not change.
 
-    logits_SKV:   raw draft logits, any float dtype; V' may differ from the target's V
+    logits_SKV: raw draft logits, any float dtype; V' may differ from the target's V
     threshold_SK: float32, in units of raw logits; -inf where nothing is dropped
-    lse_SK:       float64, log sum exp of logits / temperature over the kept tokens. It is not
-                  finite if the row is not (NaN, +inf or all -inf): its q then counts as 0
-                  everywhere
+    lse_SK: float64, log sum exp of logits / temperature over the kept tokens; not finite if the row
+        is not (NaN, +inf or all -inf): then q counts as 0 everywhere
 
     At T=0 q is never read: the threshold is -inf and lse 0.
     """
@@ -164,7 +161,7 @@ class DraftCache:
     def empty(
         cls, slots: int, drafts: int, vocabulary: int, dtype: torch.dtype, device: torch.device
     ) -> DraftCache:
-        """Room for `drafts` drafts of every slot; must be filled before it is read."""
+        """Uninitialised memory for `drafts` drafts of every slot."""
         shape = (slots, drafts)
         return cls(
             torch.empty(*shape, vocabulary, dtype=dtype, device=device),
@@ -175,19 +172,19 @@ class DraftCache:
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """The drafts of a batch of B requests, and the q they were sampled from.
+    """The drafts of a batch of B requests, and the q from which they were drawn.
 
     token_BK: int32 or int64 token ids; -1 is a placeholder, and padding from num_B[b] on. Ids that
-              the target lacks (>= V) have p = 0.
-    num_B:    int64, K_b drafts of each request, 0 allowed
-    cache:    holds the q of this batch's slots; None if no request has a real q
-    real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request without its q).
-              At T=0 and under COUPLED q is not read either way.
-    source_B: int64, the number of the drafter that made each request's drafts; None: the requested
-              drafter made them all
+        the target lacks (>= V) have p = 0.
+    num_B: int64, K_b drafts of each request, 0 allowed
+    cache: has the q of this batch's slots; None if no request has a real q
+    real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request without its q). At T=0
+        and under COUPLED q is not read.
+    source_B: int64, the number of the drafter that made each request's drafts; None: the drafters
+        that the requests name
     expected_B: float64, for drafts by lookup: how many drafts would be accepted if tokens followed
-              as often as they did before; None: not counted
-    faults:   by slot, an error in drafting that concerns only this request, which has no drafts
+        as often as they did before; None: not counted
+    faults: by slot, an error in drafting that concerns only this request, which has no drafts
     """
 
     token_BK: Tensor
@@ -202,15 +199,15 @@ class DraftBlock:
 class VerifyBatch(NamedTuple):
     """The input of a verification of B requests.
 
-    logits_NV:  raw target logits as in `Rows`, K_b + 1 rows per request, requests in batch order
-    params:     the parameters of all slots
-    slot_B:     int64, the slot of each request
+    logits_NV: raw target logits as in `Rows`, K_b + 1 rows per request, requests in batch order
+    params: the parameters of all slots
+    slot_B: int64, the slot of each request
     position_B: int64, sequence position of the token that a request's first row decides
-    edits:      the edits of the N rows; the edits of a request's row i assume that its drafts
-                before row i were accepted
+    edits: the edits of the N rows; those of a row assume that the request's drafts before this row
+        were accepted
     synthetic_rate_K: float64 in [0, 1], the probability that draft i is accepted once all earlier
-                drafts are; at least one rate per column of `token_BK`. Needed iff a slot of the
-                batch is under `Rule.SYNTHETIC`
+        drafts are; at least one rate per column of `token_BK`. Needed iff a slot of the batch has
+        `Rule.SYNTHETIC`
     fp64_noise: as `Noise.fp64`
     values_fit: True promises all of the above, so that ops need not check
     """
@@ -227,12 +224,12 @@ class VerifyBatch(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities in N rows: of one given token per row, and of its T likeliest tokens.
+    """Log-probabilities in N rows: of one given token per row, and of the T likeliest tokens.
 
-    logprob_N:      float32, of the given token
-    rank_N:         int64, 1 + the number of likelier tokens; equal logits have equal ranks
+    logprob_N: float32, of the given token
+    rank_N: int64, 1 + the number of likelier tokens; equal logits have equal ranks
     top_logprob_NT: float32, of the likeliest tokens, falling
-    top_token_NT:   int64, their ids; the lowest first where logits are equal
+    top_token_NT: int64, ids of the likeliest tokens; the lowest first where logits are equal
     """
 
     logprob_N: Tensor
@@ -242,7 +239,7 @@ class Logprobs(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, top: int, device: torch.device) -> Logprobs:
-        """Uninitialised memory for log-probabilities: `rows` rows with `top` likeliest tokens."""
+        """Uninitialised memory for `rows` rows with `top` likeliest tokens."""
         shapes = ((rows,), (rows,), (rows, top), (rows, top))
         dtypes = (torch.float32, torch.int64, torch.float32, torch.int64)
         pairs = zip(shapes, dtypes, strict=True)
@@ -252,13 +249,12 @@ class Logprobs(NamedTuple):
 class Verdict(NamedTuple):
     """The outcome of verification.
 
-    token_BK1:  accepted drafts, then the resampled or bonus token, or -1 where `finite_B` is False,
-                then -1; dtype of the drafts
-    n_accept_B: int64 in 0..K_b; a request emits n_accept + 1 tokens, or n_accept where `finite_B`
-                is False
-    finite_B:   bool; False if there is no token after the accepted drafts, because one of the
-                deciding target rows (0..n_accept) was not finite after its edits, or because the
-                request's rule is unknown
+    token_BK1: accepted drafts, then the resampled or bonus token, or -1 where `finite_B` is False,
+        then -1; dtype of the drafts
+    n_accept_B: int64 in 0..K_b, number of accepted drafts
+    finite_B: bool; False if there is no token after the accepted drafts, because one of the
+        deciding target rows (0..n_accept) was not finite after its edits, or because the request's
+        rule is unknown
     """
 
     token_BK1: Tensor
@@ -272,13 +268,13 @@ class Evidence(NamedTuple):
     Values after a request's last draft may be anything, except in column K of p and q.
 
     token_RK: int64, the drafts x_i
-    p_RK1:    float64, p(x_i); column K: p of the token that follows the accepted drafts
-    q_RK1:    float64, q(x_i): 1 if q is one-hot; NaN if the draft row is not finite; 0 if x_i
-              counts as no draft for another reason. Column K: q of the token that follows the
-              accepted drafts, in the row of the draft that it replaces; 0 if it replaces none
-    u_RK:     float64, the acceptance uniforms
-    mass_RK:  float64, under BLOCK S_i, the residual mass after the prefix that ends with draft i,
-              if a draft follows draft i; NaN elsewhere
+    p_RK1: float64, p(x_i); column K: p of the token that follows the accepted drafts
+    q_RK1: float64, q(x_i): 1 if q is one-hot; NaN if the draft row is not finite; 0 if x_i counts
+        as no draft for another reason. Column K: q of the token that follows the accepted drafts,
+        in the row of the draft that it replaces; 0 if it replaces none
+    u_RK: float64, the acceptance uniforms
+    mass_RK: float64, under BLOCK S_i, the residual mass after the prefix that ends with draft i, if
+        a draft follows draft i; NaN elsewhere
     real_q_R: bool, whether q is not one-hot
     """
 
@@ -292,24 +288,23 @@ class Evidence(NamedTuple):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class AttentionBatch:
-    """Ragged queries of B requests over paged keys and values.
+    """Ragged queries of B requests over paged keys and values, for all layers of a pass.
 
     The T new tokens lie packed, request by request. Token t of request b is at position
     length_B[b] - (query_start_B1[b + 1] - t); the key and value of position i are in block
-    block_BL[b, i // block_size], at offset i % block_size. All layers of a pass share one batch: it
-    is checked and planned once.
+    block_BL[b, i // block_size], at offset i % block_size.
 
     query_start_B1: int64 [B + 1], the first token of each request, rising from 0 to T; every
-                    request has at least one token
-    length_B:       int64 [B], tokens in the cache after this pass, the new ones included
-    block_BL:       int64 [B, L] block ids, contiguous; after a request's last block any valid id,
-                    0 by convention. With `values_fit` it may be anything, as it is not read
-    block_size:     tokens per block
-    most_queries:   upper bound of a request's new tokens, known to the host; 0 stands for T
-    values_fit:     True promises all of the above, so that ops need not check
+        request has at least one token
+    length_B: int64 [B], tokens in the cache after this pass, the new ones included
+    block_BL: int64 [B, L] block ids, contiguous; after a request's last block any valid id, 0 by
+        convention. With `values_fit` it may be anything, as it is not read
+    block_size: tokens per block
+    most_queries: upper bound of a request's new tokens, known to the host; 0 stands for T
+    values_fit: True promises all of the above, so that ops need not check
 
-    On a device T may exceed query_start_B1[B]. Tokens at that index and later are padding; their
-    results are not read.
+    On a device T may exceed query_start_B1[B]. Tokens from that index on are padding: their results
+    are not read.
     """
 
     query_start_B1: Tensor
@@ -323,10 +318,10 @@ class AttentionBatch:
 class AttentionOptions(NamedTuple):
     """How a layer attends.
 
-    scale:          scores are multiplied by it
+    scale: scores are multiplied by it
     sliding_window: w keeps keys j with i - w < j <= i
-    softcap:        c replaces scores s by c * tanh(s / c)
-    sinks_H:        float, one extra logit per head in the softmax, without a value
+    softcap: c replaces scores s by c * tanh(s / c)
+    sinks_H: float, one extra logit per head in the softmax, without a value
     """
 
     scale: float

@@ -1,6 +1,6 @@
 """Edits of a step's logits: packed on the host as a message, unpacked on the logits' device.
 
-Row j of a request is edited as if the drafts before it in the block were accepted.
+Row j of a request is edited as if its drafts before row j were accepted.
 
 Shape suffixes: D deciding requests, G deciding requests with a grammar, K drafts, N rows of the
 batch, E edited rows, M entries, X masks of one request, R masks of all requests, W mask words, U
@@ -24,14 +24,13 @@ from foretoken.sampling.history import Array, EditHistory, HistoryRows
 
 
 class PackedEdits(NamedTuple):
-    """`ops.Edits` as arrays on the host. Rows are named by request, because their indices in the
-    batch depend on the numbers of drafts.
+    """`ops.Edits` as arrays on the host. Rows are numbered within their request, because row
+    numbers in the batch depend on the numbers of drafts.
 
-    Attributes:
-        row_4E: int64, for each edited row: the index d of the deciding request, the row within this
-            request, the number of its entries, the index of its mask (-1: no mask).
-        mask_RW: int32; None: no row has a mask.
-        token_M, bias_M, repetition_M, subtract_M: entries, row by row.
+    row_4E: int64, for each edited row: the index d of the deciding request, the row within this
+        request, its number of entries, and the index of its mask (-1: no mask).
+    mask_RW: int32; None: no row has a mask.
+    token_M, bias_M, repetition_M, subtract_M: entries, row by row.
     """
 
     row_4E: Array
@@ -42,12 +41,8 @@ class PackedEdits(NamedTuple):
     subtract_M: Array
 
     def unpack(self, num_D: Tensor, most_drafts: int) -> Edits:
-        """The edits on the device of `num_D`, for K_b + 1 rows per deciding request.
-
-        Args:
-            num_D: drafts of each deciding request.
-            most_drafts: an upper bound of `num_D`.
-        """
+        """The edits on the device of `num_D`, the numbers of drafts (at most `most_drafts`) of the
+        deciding requests, each of which has one row more than drafts."""
         count_D, device = num_D + 1, num_D.device
         on_host = device.type == "cpu"
         num_rows = int(count_D.sum()) if on_host else len(count_D) * (most_drafts + 1)
@@ -75,18 +70,22 @@ def pack_edits(
     The rows of a request with an error are not edited. Tokens drawn from them must not be used.
 
     Args:
-        histories: by rising d, for the deciding requests that have edits.
+        histories: of the deciding requests that have edits, by rising d.
         drafts: the drafts of each of these requests, by d.
-        vocab_size: ids at or past it are ignored (they cannot be drawn anyway).
+        vocab_size: larger ids are ignored (they cannot be drawn anyway).
     """
     faults: dict[int, Exception] = {}
     edits: list[_RequestEdits] = []
-    grammar_masks = _grammar_masks(histories, drafts, vocab_size)
+    matchers = {d: h.matcher for d, h in histories.items() if h.matcher is not None}
+    drafts_G = [drafts[d] for d in matchers]
+    masks_G = fill_masks([*matchers.values()], drafts_G, -(-vocab_size // 32))
+    grammar_masks = dict(zip(matchers, masks_G, strict=True))
     for d, history in histories.items():
         if history.is_spent:
             continue
         try:
-            masks = [mask for mask in (history.mask(vocab_size),) if mask is not None]
+            allowed_W = history.mask(vocab_size)
+            masks = [] if allowed_W is None else [allowed_W]
             if history.matcher is not None:
                 history.matcher.check()
                 masks.append(grammar_masks[d])
@@ -98,18 +97,8 @@ def pack_edits(
     return (_pack(edits) if edits else None), faults
 
 
-def _grammar_masks(
-    histories: Mapping[int, EditHistory], drafts: Mapping[int, Sequence[int]], vocab_size: int
-) -> dict[int, Array]:
-    """Masks int32 [drafts + 1, W] of each request with a grammar, by d."""
-    matchers = {d: h.matcher for d, h in histories.items() if h.matcher is not None}
-    drafts_G = [drafts[d] for d in matchers]
-    masks_G = fill_masks([*matchers.values()], drafts_G, -(-vocab_size // 32))
-    return dict(zip(matchers, masks_G, strict=True))
-
-
 class _RequestEdits(NamedTuple):
-    """The edits of deciding request d. Each of its rows has entries for the same tokens.
+    """The edits of deciding request d. All its rows have entries for the same tokens.
 
     mask_XW: one mask for each row, or a single mask for all rows; None: no mask
     """
@@ -121,7 +110,6 @@ class _RequestEdits(NamedTuple):
 
 
 def _pack(edits: list[_RequestEdits]) -> PackedEdits:
-    """Concatenate the edits of several requests (at least one)."""
     masks: list[Array] = []
     rows: list[tuple[int, int, int, int]] = []
     for request in edits:
@@ -130,8 +118,8 @@ def _pack(edits: list[_RequestEdits]) -> PackedEdits:
             first_mask, num_masks = len(masks), len(request.mask_XW)
             masks.extend(request.mask_XW)
         size = len(request.entries.token_U)
-        step = int(num_masks > 1)  # 0: all rows of the request share a mask, or have none
-        rows += [(request.d, i, size, first_mask + step * i) for i in range(request.num_rows)]
+        stride = int(num_masks > 1)  # 0: all rows of the request share a mask, or have none
+        rows += [(request.d, i, size, first_mask + stride * i) for i in range(request.num_rows)]
     entries = [request.entries for request in edits]
     return PackedEdits(
         np.array(rows, dtype=np.int64).T.copy(),

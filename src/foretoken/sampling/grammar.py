@@ -1,7 +1,7 @@
 """Grammars that outputs must match. llguidance compiles each once; samples have matchers. No torch.
 
-Charter: all code that uses llguidance. Compiling happens in separate threads, never in a step, and
-within limits. An error of llguidance becomes an error of the request that brought the grammar.
+All code that uses llguidance is here. Grammars are compiled in separate threads, never in a step,
+and within limits. An error of llguidance becomes an error of the request that has the grammar.
 
 Shape suffixes: N rows of masks, G matchers, W words of 32 bits.
 """
@@ -27,57 +27,41 @@ from foretoken.errors import RequestError
 from foretoken.sampling.structured import ANY_OBJECT, FIELD, as_text
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 Array = NDArray[Any]
 
 COMPILE_SECONDS = 10.0
-"""Limit for compiling one grammar, without its time in the queue. Grammars within the limits below
-compile in 0.3 s."""
+"""Limit for compiling one grammar, without its time in the queue. A grammar of the largest allowed
+size compiles in 0.3 s."""
 
 _MAX_GBNF = 2**15
-"""Characters of a GBNF grammar. Its translation is quadratic in the number of rules, and takes at
-most 1 s for this many characters."""
+"""Limit of a GBNF grammar's characters. Translating so many takes at most 1 s; the time is
+quadratic in the number of rules."""
 _GBNF_PARTS = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"?|\[(?:\\.|[^]\\])*]?|\.', re.DOTALL)
 """Comments, literals, character classes, `.`. An unclosed literal or class reaches to the end."""
 _GBNF_CHARACTER = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\.|[^\\]"
 _GBNF_RANGE = re.compile(rf"({_GBNF_CHARACTER})(?:-({_GBNF_CHARACTER}))?", re.DOTALL)
 _GBNF_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", **{c: c for c in '"\\[]'}}
 _THREADS = 2  # llguidance releases Python's lock, so a slow grammar does not delay a fast one
-_CACHED = 128  # grammars that an engine keeps in addition to those that requests hold
-
-
-def _limits() -> LLParserLimits:
-    """Limits for llguidance. They are tighter than its own where hostile grammars made steps long
-    or memory grow.
-
-    A mask may take 100 000 units of lexer fuel (7 ms by llguidance's figures) and 20 000 items
-    (1 ms). A matcher may have 16 384 lexer states, which take 32 MB.
-    """
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=16_384,
-        max_grammar_size=200_000, verbose_errors=False,
-    )  # fmt: skip
+_CACHED = 128  # compiled grammars that an engine keeps although no request uses them
 
 
 class Grammar:
     """A grammar compiled for one engine's tokens: `structured_outputs` of an admitted request.
 
-    Attributes:
-        asked: the `structured_outputs` that the grammar was compiled from.
-        num_tokens: number of token ids that the masks cover; larger ids are not the tokenizer's.
+    source: the `structured_outputs` that the grammar was compiled from.
+    num_tokens: number of token ids that the masks cover; larger ids are not the tokenizer's.
     """
 
     def __init__(
-        self, asked: dict[str, Any], start: LLMatcher, executor: LLExecutor, num_tokens: int
+        self, source: dict[str, Any], start: LLMatcher, executor: LLExecutor, num_tokens: int
     ) -> None:
-        self.asked, self.num_tokens, self.executor = asked, num_tokens, executor
+        self.source, self.num_tokens, self.executor = source, num_tokens, executor
         self._start = start
 
     def __repr__(self) -> str:
-        return repr(self.asked)
+        return repr(self.source)
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning of an output."""
@@ -92,24 +76,17 @@ class Matcher:
         self._num_ahead = 0
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Advance over emitted tokens. Tokens after the end of the grammar are ignored.
-
-        Raises:
-            RequestError: the grammar does not allow these tokens, or it is too complex.
-        """
+        """Advance over emitted tokens, except those after the end of the grammar; `RequestError` if
+        the grammar does not allow them or is too complex."""
         self.rewind()
         num_consumed = self.state.try_consume_tokens([*token_ids])
         if num_consumed < len(token_ids) and not self.is_finished:
             self.check()
-            bound = f"such that token {token_ids[num_consumed]} may follow here"
+            bound = f"a grammar that allows the drawn token {token_ids[num_consumed]} here"
             raise RequestError(FIELD, self.grammar, bound)
 
     def advance(self, drafts: Sequence[int]) -> None:
-        """Advance over drafts; `rewind` takes this back.
-
-        Args:
-            drafts: all drafts after the last emitted token, those of earlier calls included.
-        """
+        """Advance over drafts: all those after the last emitted token. `rewind` undoes this."""
         self._num_ahead += self.state.try_consume_tokens([*drafts[self._num_ahead :]])
 
     def rewind(self) -> None:
@@ -123,28 +100,25 @@ class Matcher:
         """Whether only the end of text may follow."""
         return self.state.is_stopped() and not self.state.is_error()
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """The tokens that must follow; empty if the grammar leaves a choice."""
         return self.state.compute_ff_tokens()
 
     def check(self) -> None:
         """Raise `RequestError` if llguidance has failed. The matcher is then unusable."""
         if self.state.is_error():
-            raise _refused(self.grammar.asked, self.state.get_error())
+            raise _grammar_error(self.grammar.source, self.state.get_error())
 
 
 def fill_masks(
     matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], num_words: int
 ) -> list[Array]:
-    """Masks of allowed tokens, int32 [drafts + 1, W] for each matcher.
+    """Masks of allowed tokens, int32 [drafts + 1, W] for each matcher. A matcher may fail here: see
+    `Matcher.check`.
 
-    Row j is made as if the drafts before it were accepted. A forbidden draft is always rejected,
-    since its p is 0. The rows after it are unused and allow every token. The forbidden draft itself
+    Row j assumes that the drafts before it were accepted. A forbidden draft is always rejected,
+    since its p is 0; the rows after it are unused and allow every token. The forbidden draft itself
     is not dropped: dropping a draft because of its token would bias the output.
-
-    One native call fills the masks of all matchers with drafts, in parallel. A second call fills
-    the masks of matchers without drafts, which the first one does not accept. A matcher may fail
-    here: see `Matcher.check`.
     """
     if not matchers:  # return before the import, since llguidance may be missing
         return []
@@ -153,17 +127,17 @@ def fill_masks(
     grammar = matchers[0].grammar
     for matcher in matchers:
         matcher.rewind()
-    # The first row of each matcher, then the number of rows.
-    first_rows = np.cumsum([0, *(len(own) + 1 for own in drafts)]).tolist()
+    # The first row of each matcher, then the total number of rows.
+    first_rows = np.cumsum([0, *(len(token_ids) + 1 for token_ids in drafts)]).tolist()
     mask_NW = np.full((first_rows[-1], -(-grammar.num_tokens // 32)), -1, dtype=np.int32)
     with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
     without_drafts: list[tuple[LLMatcher, int]] = []
-    for matcher, row, own in zip(matchers, first_rows, drafts, strict=False):
-        unknown = (i for i, token in enumerate(own) if not 0 <= token < grammar.num_tokens)
-        tokens = [*own[: next(unknown, len(own))]]
-        if tokens:
-            with_drafts.append((matcher.state, row, tokens))
-        else:
+    for matcher, row, token_ids in zip(matchers, first_rows, drafts, strict=False):
+        unknown = (i for i, token in enumerate(token_ids) if not 0 <= token < grammar.num_tokens)
+        known_ids = [*token_ids[: next(unknown, len(token_ids))]]
+        if known_ids:
+            with_drafts.append((matcher.state, row, known_ids))
+        else:  # the first call below refuses an empty list
             without_drafts.append((matcher.state, row))
     if with_drafts:
         native.fill_next_token_bitmask_par_with_draft_tokens(grammar.executor, with_drafts, mask_NW)
@@ -175,7 +149,7 @@ def fill_masks(
 def fill_ahead(
     matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], num_words: int
 ) -> Array:
-    """Masks of the tokens that each matcher allows after its drafts so far, int32 [G, W], G >= 1.
+    """Masks of the tokens that each matcher allows after its drafts, int32 [G, W], G >= 1.
 
     A drafter calls it once for each draft, and each call fills one mask per matcher. `fill_masks`
     would fill the masks of all earlier drafts again: 15 masks for 5 drafts, not 5.
@@ -183,25 +157,23 @@ def fill_ahead(
     from llguidance import numpy as native
 
     grammar = matchers[0].grammar
-    for matcher, own in zip(matchers, drafts, strict=True):
-        matcher.advance(own)
+    for matcher, token_ids in zip(matchers, drafts, strict=True):
+        matcher.advance(token_ids)
     mask_GW = np.full((len(matchers), -(-grammar.num_tokens // 32)), -1, dtype=np.int32)
     states = [(matcher.state, g) for g, matcher in enumerate(matchers)]
     native.fill_next_token_bitmask_par(grammar.executor, states, mask_GW)
     return mask_GW[:, :num_words].copy()
 
 
-class Compiling:
-    """The state of a grammar's compilation: queued, running or done.
+class Compilation:
+    """The compilation of one grammar: queued, running or done.
 
-    Attributes:
-        since: when the compilation was queued, or when it began if it `has_begun`; `monotonic`
-            seconds.
-        future: the compiled grammar, or the error.
+    start_time: when it was queued; once it `has_begun`, when it began (`time.monotonic`).
+    future: the compiled grammar, or the error.
     """
 
     def __init__(self) -> None:
-        self.since, self.has_begun = time.monotonic(), False
+        self.start_time, self.has_begun = time.monotonic(), False
         self.future = Future[Grammar | RequestError]()
 
 
@@ -214,10 +186,8 @@ class Compilers:
         finalize(self, _end_threads, self._submitted)
 
     def submit(self, work: Callable[..., None], *args: Any) -> None:
-        """Run `work(*args)` later in a thread; it must not raise.
-
-        Only one thread may call `submit` at a time.
-        """
+        """Run `work(*args)`, which must not raise, later in one of the threads. Only one thread may
+        call `submit` at a time."""
         if self._num_threads < _THREADS:
             self._num_threads += 1
             name, thread_args = "foretoken-grammar", (self._submitted,)
@@ -226,14 +196,12 @@ class Compilers:
 
 
 def _run_submitted(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
-    """The loop of a thread: run work from the queue until None comes."""
     while work := submitted.get():
         work()
         del work  # an idle thread must not keep a grammar alive
 
 
 def _end_threads(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
-    """End all threads of a pool after the work that was submitted."""
     for _ in range(_THREADS):
         submitted.put(None)
 
@@ -245,8 +213,8 @@ class Grammars:
         vocab_size: number of the model's token ids; the tokenizer may have fewer.
         eos_ids: tokens that end a text, allowed where the grammar may end.
         seconds: limit for compiling one grammar; None: `COMPILE_SECONDS`.
-        most_kept: number of compiled grammars that are kept without a request that holds them.
-        compilers: the threads that compile; None: threads of its own.
+        most_kept: number of compiled grammars that are kept although no request uses them.
+        compilers: the threads that compile; None: new threads.
     """
 
     def __init__(
@@ -262,92 +230,83 @@ class Grammars:
         self._given_seconds, self._most_kept = seconds, most_kept
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
         self._compilers = compilers or Compilers()
-        self._known = WeakValueDictionary[str, Compiling]()  # by the JSON of the outputs
-        self._recent = OrderedDict[str, Compiling]()  # strong references, the latest last
-        self._last_began = 0.0  # when any compilation last began
+        self._known = WeakValueDictionary[str, Compilation]()  # by JSON of `structured_outputs`
+        self._recent = OrderedDict[str, Compilation]()  # strong references, the latest last
+        self._last_start = 0.0  # when the latest compilation began
         self._entries_lock, self._native_lock = Lock(), Lock()
         self._native: tuple[LLTokenizer, LLExecutor] | None = None
 
     @property
     def seconds(self) -> float:
-        """Limit for compiling one grammar."""
         return COMPILE_SECONDS if self._given_seconds is None else self._given_seconds
 
     def build(self, outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -> Grammar:
-        """Compile a grammar in a thread of the pool. An exception refuses the grammar."""
         return _compile(outputs, tokens, executor)
 
-    def begin(self, outputs: Any) -> Compiling | None:
+    def begin(self, outputs: Any) -> Compilation | None:
         """Begin to compile `structured_outputs` in the background, unless that was done before.
 
-        Returns the compilation; None if there is nothing to compile: `outputs` is None or already
-        compiled. While the caller keeps the result, the grammar is not compiled again. If no caller
-        keeps it when it reaches the head of the queue, the grammar is not compiled at all.
+        Returns the compilation; None if `outputs` is None or a compiled grammar. While a caller
+        keeps the result, the grammar is not compiled again. A compilation that no caller keeps when
+        it reaches the head of the queue is dropped.
         """
-        return None if outputs is None or isinstance(outputs, Grammar) else self._entry(outputs)
-
-    def _entry(self, outputs: dict[str, Any]) -> Compiling:
-        """The compilation of these `structured_outputs`, queued if it is new."""
+        if outputs is None or isinstance(outputs, Grammar):
+            return None
         key = json.dumps(outputs)
         with self._entries_lock:
             entry = self._known.get(key)
             if entry is None:
-                entry = self._known[key] = Compiling()
+                entry = self._known[key] = Compilation()
                 self._compilers.submit(self._compile, key, ref(entry), outputs)
             if entry.future.done():
                 self._keep(key, entry)
         return entry
 
-    def _keep(self, key: str, entry: Compiling) -> None:
-        """Keep the `most_kept` latest entries. Older entries live as long as requests hold them."""
+    def _keep(self, key: str, entry: Compilation) -> None:
+        """Keep the entry among the `most_kept` latest; older ones live while requests use them."""
         self._recent[key] = entry
         self._recent.move_to_end(key)
         while len(self._recent) > self._most_kept:
             self._recent.popitem(last=False)
 
-    def wait(self, outputs: Iterable[Any]) -> list[Compiling]:
+    def wait(self, outputs: Iterable[Any]) -> list[Compilation]:
         """Wait until each of several `structured_outputs` is compiled or has run out of time.
 
-        Call it before taking a turn of the engine, since other threads wait during a turn. Keep the
-        result until the turn is over: see `begin`.
+        Call it before a turn of the engine, since other threads wait during a turn. Keep the result
+        until the turn is over, as in `begin`.
         """
-        entries = [entry for each in outputs if (entry := self.begin(each))]
+        entries = [entry for value in outputs if (entry := self.begin(value))]
         for entry in entries:
             while (left := self.seconds_left(entry)) > 0:
                 wait([entry.future], left)
         return entries
 
-    def seconds_left(self, entry: Compiling) -> float:
-        """How long to wait for a compilation; 0 once it is done.
-
-        A queued compilation gets its full time again whenever another compilation begins.
-        """
-        since = entry.since if entry.has_begun else max(entry.since, self._last_began)
-        left = since + self.seconds - time.monotonic()
+    def seconds_left(self, entry: Compilation) -> float:
+        """The seconds that a compilation may still take, 0 once it is done. A queued one gets its
+        full time again whenever another compilation begins."""
+        start = entry.start_time if entry.has_begun else max(entry.start_time, self._last_start)
+        left = start + self.seconds - time.monotonic()
         return 0.0 if entry.future.done() else left
 
     def compiled(self, outputs: Any) -> Grammar | None:
-        """The compiled grammar of `structured_outputs`, without waiting.
-
-        Raises:
-            RequestError: they cannot be compiled, or were not compiled in time (`seconds_left`).
-        """
-        if outputs is None or isinstance(outputs, Grammar):
-            return outputs
-        entry = self._entry(outputs)
+        """The compiled grammar of `structured_outputs`, without waiting; `RequestError` if it could
+        not be compiled, or not in time (`seconds_left`)."""
+        if (entry := self.begin(outputs)) is None:
+            grammar: Grammar | None = outputs
+            return grammar
         if not entry.future.done():
-            raise _refused(outputs, f"compiled within {self.seconds:g} s")
+            raise _grammar_error(outputs, f"compiled within {self.seconds:g} s")
         result = entry.future.result()
         if isinstance(result, RequestError):  # a new object for each request
             raise RequestError(result.field, result.value, result.bound, result.remedy)
         return result
 
-    def _compile(self, key: str, entry_ref: ref[Compiling], outputs: dict[str, Any]) -> None:
-        """Compile in a thread of the pool. The entry's future gets the grammar, or the error."""
+    def _compile(self, key: str, entry_ref: ref[Compilation], outputs: dict[str, Any]) -> None:
+        """Compile in a thread of `compilers`. The entry's future gets the grammar, or the error."""
         entry = entry_ref()
-        if entry is None:
+        if entry is None:  # no caller keeps it
             return
-        self._last_began = entry.since = time.monotonic()
+        self._last_start = entry.start_time = time.monotonic()
         entry.has_begun = True
         try:
             with self._native_lock:
@@ -358,17 +317,14 @@ class Grammars:
         except RequestError as error:
             result = error
         except Exception as error:
-            result = _refused(outputs, str(error))
+            result = _grammar_error(outputs, str(error))
         entry.future.set_result(result)
         with self._entries_lock:
             self._keep(key, entry)
 
     def _load(self, outputs: dict[str, Any]) -> tuple[LLTokenizer, LLExecutor]:
-        """llguidance's form of the tokenizer, and the threads in which it fills masks.
-
-        Raises:
-            RequestError: llguidance, a tokenizer or an end-of-text token is missing.
-        """
+        """llguidance's form of the tokenizer, and the threads in which it fills masks;
+        `RequestError` if llguidance, a tokenizer or an end-of-text token is missing."""
         try:
             from llguidance import LLExecutor
             from llguidance.hf import from_tokenizer
@@ -378,7 +334,7 @@ class Grammars:
             raise RequestError(FIELD, outputs, bound, remedy) from None
         tokenizer = self._tokenizer
         if tokenizer is None or not hasattr(tokenizer, "backend_tokenizer"):
-            bound = "left out: this checkpoint has no tokenizer that the package `tokenizers` reads"
+            bound = "left out: this checkpoint has no tokenizer of the package `tokenizers`"
             raise RequestError(FIELD, outputs, bound, "Add a `tokenizer.json` to the checkpoint.")
         if not self._eos_ids:
             bound = "left out: this checkpoint names no end-of-text token"
@@ -390,7 +346,7 @@ class Grammars:
 
 def _compile(outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -> Grammar:
     """Compile checked `structured_outputs`; `RequestError` if llguidance refuses them."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
     [(kind, value)] = outputs.items()
     if kind == "regex":
@@ -403,40 +359,42 @@ def _compile(outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor)
     else:
         schema = value if kind == "json" else as_text(kind, ANY_OBJECT)
         text = LLMatcher.grammar_from_json_schema(schema)
-    start = LLMatcher(tokens, text, log_level=0, limits=_limits())
+    # With llguidance's own, looser limits, hostile grammars made steps long or memory grow. A mask
+    # may take 100 000 units of lexer fuel (7 ms by llguidance's figures) and 20 000 items (1 ms), a
+    # matcher 16 384 lexer states (32 MB).
+    limits = LLParserLimits(
+        step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=16_384,
+        max_grammar_size=200_000, verbose_errors=False,
+    )  # fmt: skip
+    start = LLMatcher(tokens, text, log_level=0, limits=limits)
     if not start.is_error():
-        # Some grammars that are too complex, or match nothing, fail only at their first mask.
+        # Some grammars that are too complex, or match no text, fail only at their first mask.
         start.compute_bitmask()
     if start.is_error():
-        raise _refused(outputs, start.get_error())
+        raise _grammar_error(outputs, start.get_error())
     return Grammar(outputs, start, executor, tokens.vocab_size)
 
 
 def _as_lark(outputs: dict[str, Any], text: str) -> str:
-    """The grammar `text` in Lark; llama.cpp's GBNF (`root ::= ...`) is translated.
-
-    Raises:
-        RequestError: the GBNF is too long or not valid; it names the key of `outputs`.
-    """
+    """The grammar `text` in Lark; llama.cpp's GBNF (`root ::= ...`) is translated."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):
         return text
     if len(text) > _MAX_GBNF:
-        raise _refused(outputs, f"at most {_MAX_GBNF} characters of GBNF; Lark may be longer")
+        raise _grammar_error(outputs, f"at most {_MAX_GBNF} characters of GBNF; Lark may be longer")
     try:
         return gbnf_to_lark(_GBNF_PARTS.sub(_rewrite_part, text))
     except Exception as error:  # the translation raises errors of any type
         reason = f"GBNF: {error}; or write Lark, which begins with `start:`"
-        raise _refused(outputs, reason) from None
+        raise _grammar_error(outputs, reason) from None
 
 
 def _rewrite_part(match: re.Match[str]) -> str:
-    """A comment, literal, class or `.` of GBNF, rewritten so that `gbnf_to_lark` translates it
-    correctly.
+    """Rewrite a comment, literal, class or `.` of GBNF so that `gbnf_to_lark` keeps its meaning.
 
-    Without this, the translation drops zeros of escapes and makes `.` exclude line ends. In a class
-    it keeps sequences that are special only in regular expressions, such as `&&`.
+    Otherwise the translation drops zeros of escapes, makes `.` exclude line ends, and keeps
+    sequences in classes that are special only in regular expressions, such as `&&`.
     """
     part = match[0]
     if part.startswith("#"):
@@ -452,11 +410,7 @@ def _rewrite_part(match: re.Match[str]) -> str:
 
 
 def _rewrite_character(text: str) -> str:
-    """A GBNF character, perhaps escaped, as itself or as an escape that Lark reads.
-
-    Raises:
-        ValueError: the escape's code is not a character.
-    """
+    """A GBNF character or escape as Lark reads it; `ValueError` if an escape is no character."""
     char: str | None = text
     if len(text) > 2:
         code = int(text[2:], 16)
@@ -471,8 +425,7 @@ def _rewrite_character(text: str) -> str:
     return char if needs_no_escape else f"\\x{ord(char):02x}"
 
 
-def _refused(outputs: dict[str, Any], reason: str) -> RequestError:
-    """The error for the request that brought these `structured_outputs`."""
+def _grammar_error(outputs: dict[str, Any], reason: str) -> RequestError:
     [(kind, value)] = outputs.items()
     reason = reason.removesuffix("\n<non-verbose/>").strip()
     return RequestError(f"{FIELD}.{kind}", value, f"a grammar that can be served: {reason}")

@@ -1,9 +1,8 @@
 """The edits of one request's logits, kept as arrays so that a new token needs no scan of the text.
 
-Belongs here: the edits of a single request. Does not: the edits of a batch (`edits.py`), applying
-edits (`ops`). Every edit concerns one of the request's *touched* tokens. These are the tokens of
-its bias, stops and bad words; with a penalty also the tokens of its output; with a repetition
-penalty also the tokens of its prompt.
+Every edit concerns one of the request's *touched* tokens. These are the tokens of its bias, stops
+and bad words; with a penalty also the tokens of its output; with a repetition penalty also the
+tokens of its prompt. `edits.py` packs the edits of a batch.
 
 Shape suffixes: U touched tokens, R rows of the request (its drafts + 1), W mask words.
 """
@@ -81,15 +80,13 @@ class EditHistory:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no later row will be edited: `min_tokens` was the only cause of edits, and the
-        output is that long."""
+        """Whether no later row has edits: only `min_tokens` caused edits, and it is reached."""
         has_entries = self._penalizes or self._longer_words or self._bias_U.any()
         is_long = len(self.output_ids) >= self.params.min_tokens
         has_masks = self.matcher is not None or self.params.allowed_token_ids is not None
         return is_long and not has_entries and not has_masks
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Record generated tokens."""
         self.output_ids += token_ids
         if self.matcher is not None:
             self.matcher.append(token_ids)
@@ -98,8 +95,7 @@ class EditHistory:
             np.add.at(self._count_U, self._find(token_ids), 1)
 
     def mask(self, vocab_size: int) -> Array | None:
-        """The bits of `allowed_token_ids`, int32 [W]; None if all tokens are allowed. The mask is
-        made in the first call."""
+        """The bits of `allowed_token_ids`, int32 [W]; None if all tokens are allowed."""
         if self.params.allowed_token_ids is None:
             return None
         if self._mask_W is None:
@@ -111,8 +107,8 @@ class EditHistory:
     def rows(self, drafts: Sequence[int], vocab_size: int) -> HistoryRows:
         """The entries of the request's rows: one row for each draft, and one after the last draft.
 
-        Row j is made as if the drafts before it were accepted; a placeholder of -1 changes nothing.
-        Tokens at or past `vocab_size` are left out (they cannot be drawn anyway).
+        Row j assumes that the drafts before it were accepted; a placeholder of -1 changes nothing.
+        Tokens from `vocab_size` on have no entries (they cannot be drawn anyway).
         """
         num_rows = len(drafts) + 1
         if self._penalizes:  # a rejected draft stays touched, with entries that change nothing
@@ -133,7 +129,6 @@ class EditHistory:
         )
 
     def _penalize(self, repetition_RU: Array, subtract_RU: Array, drafts: Sequence[int]) -> None:
-        """Write the penalties into the entries."""
         params = self.params
         count_RU = np.repeat(self._count_U[None], len(drafts) + 1, axis=0)
         for j, draft in enumerate(drafts):
@@ -145,7 +140,7 @@ class EditHistory:
             subtract_RU[:] = frequency * count_RU + presence * (count_RU > 0)
 
     def _ban_words(self, bias_RU: Array, drafts: Sequence[int]) -> None:
-        """Ban the last token of a longer word in each row after the word's other tokens."""
+        """Ban the last token of a bad word in each row that follows the word's other tokens."""
         longest = max(len(word) for words in self._longer_words.values() for word in words)
         recent = [*self.output_ids[-longest:], *drafts]
         for j in range(len(drafts) + 1):
@@ -155,11 +150,11 @@ class EditHistory:
                     bias_RU[j, self._find(word[-1:])] = -np.inf
 
     def _find(self, token_ids: Iterable[int]) -> Array:
-        """The indices at which touched tokens are, or at which other tokens would be inserted."""
+        """The indices of touched tokens; for other tokens the indices to insert them at."""
         return np.searchsorted(self._token_U, np.array([*token_ids], dtype=np.int64))
 
     def _touch(self, token_ids: Sequence[int]) -> None:
-        """Add tokens that were not touched before, with entries that change nothing."""
+        """Add the tokens that are not yet touched, with entries that change nothing."""
         index = self._find(token_ids).clip(max=len(self._token_U) - 1)
         touched = set(self._token_U[index].tolist()) if len(self._token_U) else set()
         new = np.array(sorted({*token_ids} - touched), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Noise keys: 64 bits that name a sample, made from seeds. No torch."""
+"""Noise keys: 64 bits that name the noise of one sample, made from seeds. No torch."""
 
 from __future__ import annotations
 

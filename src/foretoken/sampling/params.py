@@ -20,8 +20,7 @@ MAX_SALT = 1024
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise `RequestError` if the text has a lone surrogate: half a character that no encoding
-    can represent."""
+    """Raise `RequestError` for a lone surrogate: half a character, which no encoding has."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -34,7 +33,7 @@ def check_text(name: str, text: str) -> None:
 
 
 def _check_number(name: str, value: Any, low: float, high: float, bound: str) -> None:
-    """Raise `RequestError` unless `value` is a number in [low, high]; `bound` says so in words."""
+    """Raise `RequestError` unless `value` is a number in [low, high]; `bound` is the error's."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise RequestError(name, value, bound)
 
@@ -42,13 +41,12 @@ def _check_number(name: str, value: Any, low: float, high: float, bound: str) ->
 def _check_integer(
     name: str, value: Any, low: int, bound: str, remedy: str = "", *, high: float = math.inf
 ) -> None:
-    """Raise `RequestError` unless `value` is an integer in [low, high]; `bound` is in words."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(name, value, bound, remedy)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """The token ids as a tuple of plain integers; () for None. `RequestError` if they are none."""
+    """Token ids as a tuple of plain integers, () for None; `RequestError` if they are not ids."""
     if value is None:
         return ()
     if hasattr(value, "tolist"):
@@ -64,7 +62,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _is_plain_bias(bias: dict[Any, Any]) -> bool:
-    """Whether the bias is valid without conversions. Fast, since it may have every token id."""
+    """Whether the bias is valid as it is. Fast, since it may have an entry for every token."""
     if set(map(type, bias)) - {int} or set(map(type, bias.values())) - {int, float}:
         return False
     is_within = all(map((100.0).__ge__, map(abs, bias.values())))  # False for NaN
@@ -72,7 +70,7 @@ def _is_plain_bias(bias: dict[Any, Any]) -> bool:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    """A text or a list of texts as a tuple; () for None. `RequestError` if one is empty."""
+    """A text or a list of texts as a tuple, () for None; `RequestError` if a text is empty."""
     items = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(items, Sequence) or any(not isinstance(s, str) or not s for s in items):
         raise RequestError(name, value, "a list of non-empty strings")
@@ -90,8 +88,7 @@ def check_salt(salt: Any) -> None:
 
 
 class RequestOutputKind(Enum):
-    """Which tokens each output of a request holds. The names are vLLM's; here it is always
-    `CUMULATIVE`."""
+    """Which tokens each output of a request has, by vLLM's names; here always `CUMULATIVE`."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -103,10 +100,9 @@ class RequestOutputKind(Enum):
 class StructuredOutputsParams:
     """`SamplingParams.structured_outputs` as an object instead of a map.
 
-    Attributes:
-        json, regex, choice, grammar, json_object: as in that map; exactly one is not None.
-        disable_any_whitespace, disable_additional_properties, whitespace_pattern, structural_tag:
-            options of vLLM, which are accepted or refused as in that map.
+    json, regex, choice, grammar, json_object: as in that map; exactly one is not None.
+    disable_any_whitespace, disable_additional_properties, whitespace_pattern, structural_tag:
+        options of vLLM, which are accepted or refused as in that map.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -121,7 +117,6 @@ class StructuredOutputsParams:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that are not None."""
         pairs = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return {name: value for name, value in pairs if value is not None}
 
@@ -229,12 +224,10 @@ class SamplingParams:
         self._check_lists()
 
     def _check_numbers(self) -> None:
-        """Raise `RequestError` for a number, flag or name that is not allowed."""
         _check_number("temperature", self.temperature, 0.0, 1e6, "a number in [0, 1e6], >= 0")
         if 0.0 < self.temperature < 1e-5:
-            raise RequestError(
-                "temperature", self.temperature, "0 or >= 1e-5", "Use 0 for greedy decoding."
-            )
+            remedy = "Use 0 for greedy decoding."
+            raise RequestError("temperature", self.temperature, "0 or >= 1e-5", remedy)
         _check_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
         _check_integer("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 (off)")
         _check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
@@ -242,16 +235,16 @@ class SamplingParams:
             _check_integer("max_tokens", self.max_tokens, 1, "an integer >= 1")
         _check_integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
-            )
+            bound = f"at most max_tokens ({self.max_tokens})"
+            raise RequestError("min_tokens", self.min_tokens, bound)
         bound, remedy = f"an integer in [1, {MAX_SAMPLES}]", "Send the prompt again for more."
         _check_integer("n", self.n, 1, bound, remedy, high=MAX_SAMPLES)
         if self.seed == -1:
             self.seed = None
         if self.seed is not None:
             bound = "an integer in [0, 2**64), or -1"
-            _check_integer("seed", self.seed, 0, bound, "None: the engine's.", high=2**64 - 1)
+            remedy = "None makes one from the engine's seed."
+            _check_integer("seed", self.seed, 0, bound, remedy, high=2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 bound, remedy = f"an integer in [0, {MAX_LOGPROBS}]", ""
@@ -282,15 +275,11 @@ class SamplingParams:
             raise RequestError("rejection_sample_method", rule, bound)
 
     def _check_lists(self) -> None:
-        """Check the fields that hold texts, lists or maps, and convert them to plain types.
-
-        Raises:
-            RequestError: a field is not valid.
-        """
+        """Check the fields that hold texts, lists or maps, and convert them to plain types."""
         self.stop = _strings("stop", self.stop)
         if self.stop and not self.detokenize:
-            remedy = "Use `stop_token_ids`, or have the text made."
-            raise RequestError("stop", self.stop, "left out beside detokenize=False", remedy)
+            remedy = "Use `stop_token_ids`, or set `detokenize` to True."
+            raise RequestError("stop", self.stop, "left out with detokenize=False", remedy)
         check_salt(self.cache_salt)
         stops = _token_ids("stop_token_ids", self.stop_token_ids)
         self.stop_token_ids = tuple(dict.fromkeys(stops))
@@ -301,8 +290,8 @@ class SamplingParams:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise RequestError("allowed_token_ids", [], "a non-empty list, or None")
-            # Each sample reads all ids at its start. Without this, 64 samples with 2**17 times the
-            # same id would take 0.4 s.
+            # Each sample reads all ids at its start: for 64 samples, 2**17 copies of one id would
+            # take 0.4 s.
             self.allowed_token_ids = tuple(dict.fromkeys(allowed))
         if isinstance(self.structured_outputs, StructuredOutputsParams):
             self.structured_outputs = self.structured_outputs.given
@@ -331,27 +320,26 @@ class SamplingParams:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build the parameters from a map of their fields."""
         return cls(**{str(name): value for name, value in values.items()})
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """Build the parameters from fields in which None means the default. The name is vLLM's."""
+        """vLLM's constructor: None means the default of a field."""
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def clone(self) -> SamplingParams:
-        """A copy, checked again. The name is vLLM's."""
+        """A copy, checked again (vLLM's name for it)."""
         return replace(self)
 
     @property
     def grammar(self) -> Grammar | None:
-        """The compiled grammar of `structured_outputs`. None without one, or before admission."""
+        """The compiled grammar of `structured_outputs`; None before admission, or without any."""
         outputs = self.structured_outputs
         return outputs if isinstance(outputs, Grammar) else None
 
     @property
     def token_limit(self) -> int:
-        """`max_tokens` of an admitted request, where it is always a number."""
+        """`max_tokens` of an admitted request, which is always a number."""
         return cast(int, self.max_tokens)
 
     @property
@@ -362,21 +350,13 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether this request's logits are edited (bias, bans, penalties) before temperature."""
-        return bool(
-            self.logit_bias
-            or self.structured_outputs is not None
-            or self.allowed_token_ids is not None
-            or self.min_tokens
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.bad_words
-        )
+        restricts = self.structured_outputs is not None or self.allowed_token_ids is not None
+        penalizes = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(restricts or penalizes or self.logit_bias or self.min_tokens or self.bad_words)
 
 
 _FLAGS = (
     "include_stop_str_in_output", "skip_special_tokens", "detokenize", "ignore_eos", "trace",
 )  # fmt: skip
 _NAMES = tuple(f.name for f in fields(SamplingParams))
-_PLAIN = {type(None), bool, int, float, str, tuple}
-"""Types of nearly all values; `plain` would return such values unchanged."""
+_PLAIN = {type(None), bool, int, float, str, tuple}  # types that `plain` would return unchanged

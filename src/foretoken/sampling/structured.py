@@ -1,12 +1,10 @@
-"""`SamplingParams.structured_outputs` as users write it: one of vLLM's keys, checked.
-
-Charter: checks that need no tokenizer. Whether a schema, regex or grammar is valid shows when it is
-compiled (`grammar.py`).
+"""Checks of `SamplingParams.structured_outputs` that need no tokenizer. A bad regex or grammar is
+found later, when it is compiled (`grammar.py`).
 
 JSON schemas are rewritten for llguidance: compact by default, and without keywords that llguidance
-lacks. llguidance refuses a keyword that no grammar can express if it belongs to the schema's draft.
-It silently ignores such keywords of other drafts, for example `dependentRequired` if `$schema`
-names draft 7. Here all such keywords are refused, whatever the draft, unless they change nothing.
+lacks. llguidance refuses a keyword that no grammar can express only if it belongs to the version of
+JSON Schema that `$schema` names. It silently ignores such keywords of other versions, for example
+`dependentRequired` under draft 7. Here all such keywords are refused, unless they change nothing.
 """
 
 from __future__ import annotations
@@ -19,40 +17,32 @@ from urllib.parse import unquote
 from foretoken.errors import RequestError, check_known_keys
 
 MOST_CHARACTERS = 2**18
-"""The limit of a schema or grammar. 5 000 required properties (110 000 characters) compile in
-0.2 s."""
+"""Limit of a schema or grammar. 5 000 required properties (110 000 characters) compile in 0.2 s."""
 
 FIELD = "structured_outputs"
-WHITE_SPACE = ("disable_any_whitespace", "whitespace_pattern")
-"""Options that may stand next to the key."""
+WHITE_SPACE = ("disable_any_whitespace", "whitespace_pattern")  # options next to the one key
 ANY_OBJECT = {"type": "object"}
 """The schema of `json_object`."""
 
 
 def read_structured_outputs(outputs: Any) -> dict[str, Any]:
-    """A checked, independent copy with exactly one key.
-
-    The value of `json` is a schema's text. It states the white space: none, unless the schema or an
-    option allows it.
-
-    Raises:
-        RequestError: a key or its value is not allowed; it names the key.
-    """
+    """A checked, independent copy with exactly one key; `RequestError` for a bad key or value. The
+    value of `json` becomes the text of a schema, without white space unless `outputs` allow it."""
     if not isinstance(outputs, Mapping):
-        raise RequestError(FIELD, outputs, f"a map with one of the keys {', '.join(_READERS)}")
-    check_known_keys(FIELD, outputs, (*_READERS, *WHITE_SPACE, *_ABSENT), RequestError)
+        raise RequestError(FIELD, outputs, f"a map with one of the keys {', '.join(_CHECKS)}")
+    check_known_keys(FIELD, outputs, (*_CHECKS, *WHITE_SPACE, *_UNSUPPORTED), RequestError)
     outputs = {key: value for key, value in outputs.items() if value is not None}
-    for name, remedy in _ABSENT.items():
+    for name, remedy in _UNSUPPORTED.items():
         if (value := outputs.pop(name, False)) is not False:
             raise RequestError(f"{FIELD}.{name}", value, "left out", remedy)
-    items = [(key, value) for key, value in outputs.items() if key in _READERS]
+    items = [(key, value) for key, value in outputs.items() if key in _CHECKS]
     if len(items) != 1:
-        raise RequestError(FIELD, outputs, f"a map with exactly one of {', '.join(_READERS)}")
+        raise RequestError(FIELD, outputs, f"a map with exactly one of {', '.join(_CHECKS)}")
     [(key, value)] = items
-    name, white_space = f"{FIELD}.{key}", _white_space(key, outputs)
-    checked = _schema(name, value, white_space) if key == "json" else _READERS[key](name, value)
+    name, white_space = f"{FIELD}.{key}", _white_space_options(key, outputs)
+    checked = _schema_text(name, value, white_space) if key == "json" else _CHECKS[key](name, value)
     if key == "json_object" and white_space:
-        key, checked = "json", _schema(name, ANY_OBJECT, white_space)
+        key, checked = "json", _schema_text(name, ANY_OBJECT, white_space)
     size = sum(map(len, checked)) if isinstance(checked, (str, list)) else 0
     if size > MOST_CHARACTERS:
         bound = f"at most {MOST_CHARACTERS} characters long"
@@ -60,12 +50,8 @@ def read_structured_outputs(outputs: Any) -> dict[str, Any]:
     return {key: checked}
 
 
-def _white_space(kind: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's options for white space as llguidance's options; {} unless `kind` is JSON.
-
-    Raises:
-        RequestError: an option is not valid, or there is a pattern where it has no meaning.
-    """
+def _white_space_options(kind: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's options for white space as llguidance's options; {} unless `kind` is JSON."""
     options: dict[str, Any] = {}
     if (compact := outputs.get("disable_any_whitespace")) is not None:
         if not isinstance(compact, bool):
@@ -74,45 +60,39 @@ def _white_space(kind: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
     if (pattern := outputs.get("whitespace_pattern")) is not None:
         name = f"{FIELD}.whitespace_pattern"
         if compact or not kind.startswith("json"):
-            bound = "left out beside " + ("`disable_any_whitespace`: true" if compact else kind)
+            bound = "left out with " + ("`disable_any_whitespace`: true" if compact else kind)
             raise RequestError(name, pattern, bound)
-        options["whitespace_pattern"] = _text(name, pattern)
+        options["whitespace_pattern"] = _check_text(name, pattern)
     return options if kind.startswith("json") else {}
 
 
-def _schema(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
-    """The text of a JSON schema for llguidance; `RequestError` if it is not valid.
-
-    Args:
-        value: the schema as a map or as JSON text.
-        white_space: llguidance's options, which take precedence over the schema's own.
-    """
+def _schema_text(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
+    """The text for llguidance of a JSON schema, which is a map or JSON text. `white_space` has
+    llguidance's options, which take precedence over options in the schema."""
     try:
         if isinstance(value, str):
             value = json.loads(value)
         if not isinstance(value, dict):
             raise RequestError(name, value, "a JSON schema: an object, or its JSON text")
-        own = value.get("x-guidance", {})
-        if isinstance(own, Mapping) and white_space:  # options outside the schema win
-            value = {**value, "x-guidance": {**own, **white_space}}
-        return _text(name, as_text(name, value))
+        options = value.get(_GUIDANCE, {})
+        if isinstance(options, Mapping) and white_space:
+            value = {**value, _GUIDANCE: {**options, **white_space}}
+        return _check_text(name, as_text(name, value))
     except RequestError:
         raise
     except (TypeError, ValueError) as error:  # the message says where in the schema
         raise RequestError(name, value, f"a JSON schema: {error}") from None
     except RecursionError:
-        raise RequestError(name, "...", "a JSON schema that is nested less deep") from None
+        raise RequestError(name, "...", "a JSON schema with less nesting") from None
 
 
-def _true(name: str, value: Any) -> bool:
-    """True, the only value allowed; else `RequestError`."""
+def _check_true(name: str, value: Any) -> bool:
     if value is not True:
         raise RequestError(name, value, "true, or left out")
     return True
 
 
-def _text(name: str, value: Any) -> str:
-    """The value, which must be a text that is not empty; else `RequestError`."""
+def _check_text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise RequestError(name, value, "a non-empty text")
     try:
@@ -123,54 +103,39 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _choices(name: str, value: Any) -> list[str]:
-    """The value as a list; `RequestError` unless it is a list of texts that are not empty."""
+def _check_choices(name: str, value: Any) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise RequestError(name, value, "a non-empty list of texts")
-    return [_text(f"{name}[{i}]", choice) for i, choice in enumerate(value)]
+    return [_check_text(f"{name}[{i}]", choice) for i, choice in enumerate(value)]
 
 
-_READERS: dict[str, Callable[..., Any]] = {
-    "json": _schema,
-    "json_object": _true,
-    "regex": _text,
-    "choice": _choices,
-    "grammar": _text,
-}
-"""By key: a function that checks the key's value and returns what is kept."""
-_ABSENT = {
+_CHECKS: dict[str, Callable[..., Any]] = {
+    "json": _schema_text, "json_object": _check_true, "regex": _check_text,
+    "choice": _check_choices, "grammar": _check_text,
+}  # fmt: skip
+"""Functions that check the value of a key and return it in the form that is kept."""
+_UNSUPPORTED = {
     "disable_additional_properties": "Write `additionalProperties: false` into the schema.",
     "structural_tag": "Write a `grammar`.",
 }
+"""Options of vLLM that are refused, and the remedy."""
 
-_IGNORED: dict[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,),
-    "unevaluatedProperties": (True, {}),
-    "unevaluatedItems": (True, {}),
-    "propertyNames": (True, {}, {"type": "string"}),
-    "contains": (),
-    "minContains": (),
-    "maxContains": (),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "dependencies": ({},),
-    "if": (),
-    "not": (False,),
-    "$dynamicRef": (),
-    "$recursiveRef": (),
-    "divisibleBy": (),
-    "extends": (),
-    "disallow": (),
-}
-"""Keywords that llguidance lacks. Each has a list of values with which it changes nothing."""
-# A keyword on the left means the same as the one on the right, unless the schema also has a keyword
-# of `_IN_PLACE`: these may evaluate members, too.
-_SAME = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
-_IN_PLACE = {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "not",
-             "dependentSchemas"}  # fmt: skip
+_LACKING: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,), "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}, {"type": "string"}), "contains": (), "minContains": (),
+    "maxContains": (), "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
+    "if": (), "not": (False,), "$dynamicRef": (), "$recursiveRef": (), "divisibleBy": (),
+    "extends": (), "disallow": (),
+}  # fmt: skip
+"""Keywords that llguidance lacks, each with the values with which it changes nothing."""
+# A keyword on the left means the same as the one on the right, unless the schema also has an
+# applicator: a keyword with schemas for the same value, which may evaluate members, too.
+_EQUIVALENTS = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
+_APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "not",
+                "dependentSchemas"}  # fmt: skip
 _ANY_TEXT = ("path", "file-path", "directory-path", "password", "binary")
 """Formats that any text satisfies. llguidance refuses formats that it does not know."""
-# Keywords by what they hold: a map of schemas, a list of schemas, a single schema.
+# Keywords with a map of schemas, a list of schemas, a single schema.
 _MAP_KEYWORDS = ("properties", "patternProperties")
 _LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE_KEYWORDS = ("items", "additionalItems", "additionalProperties")
@@ -180,32 +145,30 @@ _GUIDANCE = "x-guidance"  # where llguidance reads options in a schema
 
 
 def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
-    """A schema's text for llguidance, to be used by itself or within a grammar.
+    """The text of the schema `name` for llguidance, to be used alone or within a grammar.
 
-    Args:
-        name: of the schema, for errors.
-        white_space: llguidance's options for white space. The schema's own `x-guidance` takes
-            precedence. Without either, JSON has no white space.
+    The schema's options `x-guidance` take precedence over llguidance's options `white_space`.
+    Without either, JSON has no white space.
 
     Raises:
-        RequestError: a keyword cannot be expressed in a grammar; it names where the keyword is.
+        RequestError: a keyword cannot be expressed in a grammar; the error says where it is.
         ValueError, TypeError, RecursionError: the schema is not JSON.
     """
     root = json.loads(json.dumps(schema, ensure_ascii=False, allow_nan=False))
-    own = root.get(_GUIDANCE, {})
-    if not isinstance(own, dict):
-        raise RequestError(f"{name}.{_GUIDANCE}", own, "an object of llguidance's options")
-    root[_GUIDANCE] = own = {"whitespace_flexible": False, **white_space, **own}
-    if own.get("lenient") is not True and not _rewrite_all(name, root):
+    options = root.get(_GUIDANCE, {})
+    if not isinstance(options, dict):
+        raise RequestError(f"{name}.{_GUIDANCE}", options, "an object of llguidance's options")
+    root[_GUIDANCE] = options = {"whitespace_flexible": False, **white_space, **options}
+    if options.get("lenient") is not True and not _rewrite_all(name, root):
         _rewrite_all(name, root, with_definitions=True)
     return json.dumps(root, ensure_ascii=False)
 
 
 def _rewrite_all(name: str, root: dict[str, Any], *, with_definitions: bool = False) -> bool:
-    """Call `_rewrite` for the root and for all schemas that it contains or refers to.
+    """Call `_rewrite` for the root and for all schemas that it contains or refers to, and
+    `with_definitions` also for definitions that no reference leads to.
 
-    Definitions that no known reference leads to are included only `with_definitions`. Returns False
-    if some reference could not be followed, so that any definition may be in use.
+    Returns False if a reference could not be followed, so that any definition may be in use.
     """
     seen, pending, followed_all = set[int](), [(name, root)], True
     while pending:
@@ -224,19 +187,16 @@ def _rewrite_all(name: str, root: dict[str, Any], *, with_definitions: bool = Fa
 
 
 def _rewrite(place: str, schema: dict[str, Any]) -> None:
-    """Remove the keywords that llguidance lacks, or replace them by equivalent ones, in place.
-
-    Raises:
-        RequestError: a keyword has an effect that no grammar can express.
-    """
-    for key, harmless_values in _IGNORED.items():
+    """Remove the keywords that llguidance lacks, or replace them by equivalent ones, in place;
+    `RequestError` for one with an effect that no grammar can express."""
+    for key, harmless_values in _LACKING.items():
         if key not in schema:
             continue
-        value, equivalent = schema.pop(key), _SAME.get(key)
+        value, equivalent = schema.pop(key), _EQUIVALENTS.get(key)
         if any(value == other and type(value) is type(other) for other in harmless_values):
             continue
-        if equivalent is None or _IN_PLACE & schema.keys():
-            raise RequestError(f"{place}.{key}", value, "left out: no grammar here can hold it")
+        if equivalent is None or _APPLICATORS & schema.keys():
+            raise RequestError(f"{place}.{key}", value, "left out: no grammar can express it")
         is_tuple = equivalent == "items" and isinstance(schema.get(equivalent), list)
         schema.setdefault("additionalItems" if is_tuple else equivalent, value)
     min_keys = schema.get("minProperties", 0)
@@ -249,20 +209,15 @@ def _rewrite(place: str, schema: dict[str, Any]) -> None:
 
 
 def _has_open_keys(schema: Mapping[str, Any]) -> bool:
-    """Whether keys may occur that the schema does not name.
-
-    A grammar cannot remember which of these keys have occurred already.
-    """
+    """Whether keys may occur that the schema does not name. A grammar cannot keep them distinct."""
     return bool(schema.get("patternProperties")) or schema.get("additionalProperties") is not False
 
 
 def _subschemas(
     place: str, schema: dict[str, Any], *, with_definitions: bool
 ) -> Iterator[tuple[str, Any]]:
-    """The schemas directly within a schema, each with its place.
-
-    Schemas that need a reference to have an effect come only `with_definitions`.
-    """
+    """The schemas directly within a schema, as (place, schema). Those that have no effect without a
+    reference are included only `with_definitions`."""
     map_keywords, single_keywords = [*_MAP_KEYWORDS], [*_SINGLE_KEYWORDS]
     if with_definitions:
         map_keywords += _DEFINITION_MAPS
@@ -277,10 +232,7 @@ def _subschemas(
 
 
 def _follow(name: str, reference: str, root: dict[str, Any]) -> tuple[str, Any]:
-    """The place and the target of a reference.
-
-    The target is None if the reference is not a JSON pointer, or leads nowhere.
-    """
+    """The place and the target of a reference; the target is None if it cannot be found."""
     head, *steps = unquote(reference).split("/")
     target: Any = root if head == "#" else None
     for step in steps:

@@ -4,8 +4,8 @@ The rule `synthetic` accepts draft i with a chosen probability c_i once all draf
 accepted, whatever p and q are. It measures how fast an engine would be with a drafter of that
 acceptance, without such a drafter. The text that it makes is meaningless by design.
 
-Notation: i = 0..K-1 the draft's index, c_i its conditional rate, joint_i = c_0 c_1 .. c_i the
-probability that the first i + 1 drafts are all accepted, g the factor from c_i to c_{i+1}.
+Notation: draft i = 0..K-1 has the conditional rate c_i. joint_i = c_0 c_1 .. c_i is the probability
+that the first i + 1 drafts are all accepted, g the factor from c_i to c_{i+1}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import cast
 from foretoken.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, check_int, check_synthetic
 
 DECAY = 0.85  # g: conditional rates fall by this factor from one draft to the next
-_HALVINGS = 100  # bisection of [0, 1]: the last interval is far below the spacing of floats
 
 
 def conditional_rates(
@@ -31,21 +30,20 @@ def conditional_rates(
 ) -> tuple[float, ...]:
     """The conditional rates c_0..c_{K-1}, K = `num_speculative_tokens`, from one of the options.
 
-    As a float64 tensor this is `synthetic_rate_K` of `Backend.verify`. Exactly one of the three
-    options must be set.
+    As a float64 tensor this is `VerifyBatch.synthetic_rate_K`.
 
     Args:
         synthetic_acceptance_rate: r in [0, 1], the mean of all joint_i. The rates decay: c_i = c_0
-            g^i, so joint_i = c_0^(i+1) g^(i(i+1)/2). g is 0.85 if a c_0 <= 1 then gives the mean r;
-            else it is the smallest g in [0.85, 1] that does. |mean - r| < 1e-8.
+            g^i, so joint_i = c_0^(i+1) g^(i(i+1)/2). g is 0.85 if some c_0 <= 1 then gives the mean
+            r, else the smallest g in [0.85, 1] with which c_0 = 1 does. |mean - r| < 1e-8.
         synthetic_acceptance_rates: the K numbers joint_i, in [0, 1] and never rising. c_i = joint_i
             / joint_{i-1}, or 0 if joint_{i-1} is 0.
         synthetic_acceptance_length: L in [1, K + 1], L = 1 + sum of joint_i. The rates are floor(L
-            - 1) ones, then the fraction, then zeros. No other rates with this L have less variance
-            of the accepted length.
+            - 1) ones, then the fraction of L, then zeros. No other rates with the mean L have less
+            variance of the accepted length.
 
     Raises:
-        ConfigError: no option is set, or two are, or one is out of range; it names the option.
+        ConfigError: not exactly one option is set, or it is out of range; the error names it.
 
     Example:
         >>> from foretoken.sampling import conditional_rates, joint_rates
@@ -103,12 +101,11 @@ def _decaying_rates(rate: float, count: int) -> tuple[float, ...]:
 
 
 def _smallest_argument(rising: Callable[[float], float], min_value: float, low: float) -> float:
-    """The smallest x in [low, 1] with rising(x) >= min_value, found by bisection; 1 if there is
-    none."""
+    """The smallest x in [low, 1] with rising(x) >= min_value; 1 if no x has."""
     if rising(low) >= min_value:
         return low
     high = 1.0
-    for _ in range(_HALVINGS):
+    for _ in range(100):  # bisection: the last interval is far below the spacing of floats
         middle = (low + high) / 2
         if rising(middle) >= min_value:
             high = middle

@@ -1,10 +1,9 @@
-"""The records of a step: the message that asks for it, its state on the device, its result.
+"""The records of a step that engine, runner, slots and drafters exchange: the message that asks for
+the step, the step's state on the device, and the result.
 
-Charter: records that engine, runner, slots and drafters exchange, and the form of a message as
-bytes. Nothing is decided here. A `StepPlan` names slots, not requests: it can be recorded, replayed
-in another process, or sent to other ranks. The step reads the true lengths of requests from the
-slots. `PackedEdits` (`sampling/edits.py`) may follow as a second message of the same step, once the
-step's drafts are known.
+A `StepPlan` names slots, not requests: it can be recorded, replayed in another process, or sent to
+other ranks. The step reads the true lengths of requests from the slots. `PackedEdits`
+(`sampling/edits.py`) may follow as a second message of the step, once the drafts are known.
 
 A request *decides* in a step if the step draws new tokens for it.
 
@@ -33,18 +32,17 @@ from foretoken.sampling.grammar import Grammar
 from foretoken.sampling.params import SamplingParams
 
 NONE = -1
-"""In place of a number of log-probabilities: the request wants none."""
+"""Stands for a number of log-probabilities: the request wants no log-probabilities."""
 
 
 class Admission(NamedTuple):
-    """The state of a request that gets a slot; `StepPlan.new_blocks` has its blocks.
+    """The state of a request that gets a slot; `StepPlan.new_blocks` has the request's blocks.
 
-    Attributes:
-        key: the 64-bit key of the request's noise.
-        token_ids: known tokens, of which the first `num_prompt` are the prompt.
-        limit: most tokens that the request may have, prompt included.
-        num_computed: number of leading tokens with K/V in the cache.
-        drafter: the number of the request's drafter.
+    key: the 64-bit key of the request's noise.
+    token_ids: known tokens, of which the first `num_prompt` are the prompt.
+    limit: most tokens that the request may have, prompt included.
+    num_computed: number of leading tokens with K/V in the cache.
+    drafter: the number of the request's drafter.
     """
 
     slot: int
@@ -58,35 +56,31 @@ class Admission(NamedTuple):
     drafter: int = 0
 
     @property
-    def shows_drafts(self) -> bool:
-        """Whether the request's tokens depend on the drafts.
-
-        Under the lossless rules their distribution never does.
-        """
+    def depends_on_drafts(self) -> bool:
+        """Whether other drafts could change the drawn tokens; under the lossless rules they never
+        change the distribution of the tokens."""
         if self.rule is Rule.SYNTHETIC:
             return True
         return self.params.temperature > 0 and self.rule is not Rule.COUPLED
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the request's output must match a grammar."""
         return self.params.grammar is not None
 
 
 class StepInput(NamedTuple):
     """Requests of one step, in batch order.
 
-    Attributes:
-        slot_B: the requests' slots.
-        num_tokens_B: known tokens to compute.
-        max_drafts_B: most drafts to verify after the known tokens. The true number K_b is smaller
-            if fewer tokens may follow, or if the drafter makes fewer.
-        decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
-        num_logprobs_B: how many of the likeliest tokens to report with each drawn token; NONE: no
-            log-probabilities.
-        num_prompt_logprobs_B: the same for each token of the prompt; these reports need the logits
-            of all rows.
-        traces_B: whether the evidence of the decisions is wanted.
+    slot_B: the requests' slots.
+    num_tokens_B: known tokens to compute.
+    max_drafts_B: most drafts to verify after the known tokens. The true number K_b is smaller if
+        the request may have fewer tokens, or if the drafter makes fewer.
+    decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
+    num_logprobs_B: how many of the likeliest tokens to report with each drawn token; NONE: no
+        log-probabilities.
+    num_prompt_logprobs_B: how many to report with each token of the prompt; these reports need the
+        logits of all rows.
+    traces_B: whether to report the evidence of the decisions.
     """
 
     slot_B: Sequence[int] = ()
@@ -99,17 +93,16 @@ class StepInput(NamedTuple):
 
     @property
     def most_logprobs(self) -> int:
-        """The largest number of likeliest tokens to report; NONE if no request wants a report."""
+        """The largest number of likeliest tokens to report, or NONE."""
         return max([*self.num_logprobs_B, *self.num_prompt_logprobs_B, NONE])
 
     @property
     def slot_D(self) -> list[int]:
-        """Slots of the deciding requests."""
         return [s for s, decides in zip(self.slot_B, self.decides_B, strict=True) if decides]
 
     @property
-    def of_B(self) -> list[int]:
-        """For each request, its index d among the deciding requests; -1 if it does not decide."""
+    def decider_B(self) -> list[int]:
+        """The index d of each request among the deciding requests; -1 if it does not decide."""
         index = count()
         return [next(index) if decides else -1 for decides in self.decides_B]
 
@@ -118,12 +111,14 @@ class StepInput(NamedTuple):
         """Indices d of the deciding requests that want evidence."""
         if True not in self.traces_B:
             return []
-        return [d for d, traces in zip(self.of_B, self.traces_B, strict=True) if traces and d >= 0]
+        return [
+            d for d, traces in zip(self.decider_B, self.traces_B, strict=True) if traces and d >= 0
+        ]
 
     @property
     def reported_D(self) -> list[int]:
         """Indices d of the deciding requests that want log-probabilities of drawn tokens."""
-        columns = zip(self.of_B, self.num_logprobs_B, strict=True)
+        columns = zip(self.decider_B, self.num_logprobs_B, strict=True)
         return [d for d, num_logprobs in columns if num_logprobs != NONE and d >= 0]
 
     @property
@@ -137,15 +132,14 @@ NO_STEP = StepInput()
 
 
 class StepPlan(NamedTuple):
-    """A step, and the changes of slots and blocks before it, in the order in which they apply.
+    """A step, and the changes of slots and blocks before the step, in the order of the fields.
 
-    Attributes:
-        released: slots of requests that ended or were preempted.
-        admissions: requests that are new to their slots.
-        new_blocks: (slot, first column, block ids): entries to append to block tables.
-        fresh_blocks: blocks handed out, which still hold the data of their last owner.
-        step: the requests to compute. If there are none, the rest of the plan is still applied.
-        timed: whether to time the phases of the step; `StepResult` has the times.
+    released: slots of requests that ended or were preempted.
+    admissions: requests that are new to their slots.
+    new_blocks: (slot, first column, block ids): entries to append to block tables.
+    fresh_blocks: blocks with a new owner, which still have the data of the last one.
+    step: the requests to compute. If there are none, the rest of the plan is still applied.
+    timed: whether to time the phases of the step; `StepResult` has the times.
     """
 
     released: Sequence[int] = ()
@@ -159,12 +153,11 @@ class StepPlan(NamedTuple):
 class StepShape(NamedTuple):
     """Everything that a captured step depends on besides tensors.
 
-    Attributes:
-        size: requests, padding included; all of them decode.
-        most_drafts: columns of drafts.
-        has_filters, rules: as in `SlotParams`.
-        samples: whether any request draws at random, so that the drafts' q is kept.
-        drafters: numbers of the drafters that the step's requests may have.
+    size: requests, padding included; all of them decode.
+    most_drafts: columns of drafts.
+    has_filters, rules: as in `SlotParams`.
+    samples: whether any request draws at random, so that the drafts' q is kept.
+    drafters: numbers of the drafters that the step's requests may have.
     """
 
     size: int
@@ -178,19 +171,19 @@ class StepShape(NamedTuple):
 class StepRequests(NamedTuple):
     """The requests of a step as tensors on the slots' device. Numbers of drafts are upper bounds.
 
-    Attributes:
-        step: the same requests as Python numbers.
-        params: the parameters of all slots; the flags hold for this step.
-        drafters: numbers of the drafters that the step's requests may have.
-        slot_B, num_tokens_B: int64; slots and known tokens to compute. After the requests of `step`
-            there may be padding: the spare slot, with one token and no drafts.
-        slot_D, max_drafts_D: int64; slots and most drafts of the deciding requests.
-        of_B: int64; for each request, its index d among the deciding requests, or -1 if it does not
-            decide. None: all requests decide, in order.
-        most_drafts: the most drafts of any request.
-        samples: False: no request draws at random; True: some may.
-        shape: the shape of a captured step; None: the step runs operator by operator.
-        others: for a drafter that observes the step: another drafter may have made some drafts.
+    step: the same requests as Python numbers.
+    params: the parameters of all slots; the flags hold for this step.
+    drafters: numbers of the drafters that the step's requests may have.
+    slot_B, num_tokens_B: int64; slots and known tokens to compute. After the requests of `step`
+        there may be padding: the spare slot, with one token and no drafts.
+    slot_D, max_drafts_D: int64; slots and most drafts of the deciding requests.
+    decider_B: int64; the index d of each request among the deciding requests, or -1 if it does not
+        decide. None: all requests decide, in order.
+    most_drafts: the most drafts of any request.
+    samples: False: no request draws at random; True: some may.
+    shape: the shape of a captured step; None: the step runs operator by operator.
+    has_other_drafters: for a drafter that observes the step: whether another drafter may have made
+        some of the drafts.
     """
 
     step: StepInput
@@ -200,20 +193,19 @@ class StepRequests(NamedTuple):
     num_tokens_B: Tensor
     slot_D: Tensor
     max_drafts_D: Tensor
-    of_B: Tensor | None
+    decider_B: Tensor | None
     most_drafts: int
     samples: bool = True
     shape: StepShape | None = None
-    others: bool = False
+    has_other_drafters: bool = False
 
 
 @dataclass(slots=True)
 class OpenStep:
     """A step after the launch of drafting and of the target's pass, before verification.
 
-    Attributes:
-        tokens: which tokens of each request the target computes.
-        seconds: the host's time for the step so far.
+    tokens: which tokens of each request the target computes.
+    seconds: the host's time for the step so far.
     """
 
     requests: StepRequests
@@ -226,7 +218,6 @@ class OpenStep:
 
     @property
     def logits_NV(self) -> Tensor:
-        """The target's raw logits in the rows of deciding requests."""
         return self.batch.deciding(self.output.logits_NV)
 
     def read_drafts(self) -> list[list[int]]:
@@ -238,17 +229,16 @@ class OpenStep:
 class Outcome(NamedTuple):
     """The result of a step for one request, on the host.
 
-    Attributes:
-        token_ids: accepted drafts and the one token after them; empty within a prefill.
-        num_drafts, num_accepted: drafts that were verified, and how many of them were accepted.
-        is_finite: False if there is no token after the accepted drafts. Then the target's logits
-            were not finite, or, if `bans_all`, the request's own parameters ban every token.
-        fault: an exception raised by work for this request only; its tokens are void.
-        logprobs: one row per token, if requested.
-        prompt_logprobs: if requested, one row for each prompt token that follows a token computed
-            in this step.
-        drafter: the number of the drafter that made the drafts; None: the request's own drafter.
-        evidence: this request's row of each tensor in `Evidence`, if requested.
+    token_ids: accepted drafts and the one token after them; empty within a prefill.
+    num_drafts, num_accepted: drafts that were verified, and how many of them were accepted.
+    is_finite: False if there is no token after the accepted drafts. Then the target's logits were
+        not finite, or, if `bans_all`, the request's own parameters ban every token.
+    fault: an exception raised by work for this request only; the tokens must not be used.
+    logprobs: one row per token, if requested.
+    prompt_logprobs: if requested, one row for each prompt token that follows a token computed in
+        this step.
+    drafter: number of the drafter that made the drafts; None: the one that the request names.
+    evidence: this request's row of each tensor in `Evidence`, if requested.
     """
 
     token_ids: list[int]
@@ -264,34 +254,30 @@ class Outcome(NamedTuple):
 
     @property
     def origins(self) -> list[str]:
-        """The origin of each token, as in `CompletionOutput.origins`."""
+        """`CompletionOutput.origins` of these tokens."""
         last = "bonus" if self.num_accepted == self.num_drafts else "resampled"
         return ["accepted"] * self.num_accepted + [last if self.num_drafts else "plain"]
 
 
-_UNDECIDED = Outcome([])
-
-
 @dataclass
 class StepResult:
-    """What a step computed. Only reading it blocks. Later steps change nothing of it except `aux`.
+    """What a step computed. Only its methods wait. Later steps overwrite nothing but `aux`.
 
-    Attributes:
-        step: the requests of the step.
-        packet: the numbers that `Steps.advance` returns.
-        num_padded: how many requests in the packet are padding; all of these decide.
-        faults: by slot, exceptions of drafting for one request only.
-        source_D: numbers of the drafters that made the drafts; None: the requests' own drafters.
-        is_finite_N: whether each deciding row was finite before edits; None: no row became
-            non-finite by edits.
-        logprobs: for each deciding request that wants log-probabilities, `num_drafts + 1` rows,
-            padded to the same number for all; then rows of prompts. None: no request wants any.
-        evidence: the `Evidence` of the requests that want it; None: no request does.
-        seconds: the host's time for the step in the runner.
-        events: (phase, event) for each event recorded on a GPU.
-        phases: seconds of each phase, if timed.
-        aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of the
-            batch; overwritten by the next step.
+    step: the requests of the step.
+    packet: the numbers that `Steps.advance` returns.
+    num_padded: how many requests in the packet are padding; all of these decide.
+    faults: by slot, exceptions of drafting for one request only.
+    source_D: numbers of the drafters that made the drafts; None: those that the requests name.
+    is_finite_N: whether each deciding row was finite before edits; None: edits made no row
+        non-finite.
+    logprobs: for each deciding request that wants log-probabilities, `num_drafts + 1` rows, padded
+        to the same number for all; then rows of prompts. None: no request wants any.
+    evidence: the `Evidence` of the requests that want it; None: no request does.
+    seconds: the host's time for the step in the runner.
+    events: (phase, event) for each event recorded on a GPU.
+    phases: seconds of each phase, if timed.
+    aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of the
+        batch; overwritten by the next step.
     """
 
     step: StepInput = NO_STEP
@@ -309,11 +295,7 @@ class StepResult:
 
     @cached_property
     def decisions(self) -> dict[int, Outcome]:
-        """The outcomes of deciding requests, by slot.
-
-        The packet starts with one number per request (see `Steps.advance`), padding included. Then
-        each deciding request has numbers of drafts and of accepted drafts, a flag, and tokens.
-        """
+        """The outcomes of deciding requests, by slot; see `Steps.advance` for the packet."""
         if self.packet is None:
             return {}
         numbers, slot_D = self.packet.wait()[0].tolist(), self.step.slot_D
@@ -329,7 +311,7 @@ class StepResult:
 
     def read(self) -> dict[int, Outcome]:
         """The outcome of every request of the step, by slot."""
-        outcomes = dict.fromkeys(self.step.slot_B, _UNDECIDED) | self.decisions
+        outcomes = dict.fromkeys(self.step.slot_B, Outcome([])) | self.decisions
         if self.source_D is not None:
             for slot, drafter in zip(self.decisions, self.source_D.tolist(), strict=True):
                 outcomes[slot] = outcomes[slot]._replace(drafter=drafter)
@@ -348,7 +330,7 @@ class StepResult:
         return outcomes
 
     def _read_bans(self, outcomes: dict[int, Outcome], is_finite_N: list[bool]) -> None:
-        """Set `bans_all` of requests with logits that only their own edits made non-finite."""
+        """Set `bans_all` of requests with logits that were finite before their edits."""
         first = 0  # the request's first row
         for slot, outcome in self.decisions.items():
             was_finite = all(is_finite_N[first : first + outcome.num_accepted + 1])
@@ -357,7 +339,7 @@ class StepResult:
             first += outcome.num_drafts + 1
 
     def _read_logprobs(self, outcomes: dict[int, Outcome], logprobs: Logprobs) -> None:
-        """Set `logprobs` and `prompt_logprobs` of outcomes; `StepResult.logprobs` has the order."""
+        """Set `logprobs` and `prompt_logprobs`; `StepResult.logprobs` has the order of rows."""
         step, slot_D = self.step, self.step.slot_D
         reported, prompts = step.reported_D, step.reported_prompts_B
         num_drawn = len(logprobs.rank_N) - sum(step.num_tokens_B[b] for b in prompts)
@@ -374,7 +356,6 @@ class StepResult:
 
 
 def _some_rows(logprobs: Logprobs, first: int, count: int) -> Logprobs | None:
-    """`count` rows, starting with row `first`; None if `count` is 0."""
     return Logprobs(*(column[first : first + count] for column in logprobs)) if count else None
 
 
@@ -388,11 +369,7 @@ def encode(message: StepPlan | PackedEdits) -> bytes:
 
 
 def decode(data: bytes, compile_grammar: Callable[[Any], Grammar | None]) -> StepPlan | PackedEdits:
-    """The message that `encode` wrote.
-
-    Args:
-        compile_grammar: compiles a grammar from its source, in the reading process.
-    """
+    """The message that `encode` wrote; `compile_grammar` compiles a grammar from its source."""
     message = json.loads(data)
     if "edits" in message:
         row_4E, mask_RW, *entries = map(_array_from_json, message["edits"])
@@ -407,10 +384,10 @@ def decode(data: bytes, compile_grammar: Callable[[Any], Grammar | None]) -> Ste
 
 
 def _params_dict(params: SamplingParams) -> dict[str, Any]:
-    """The fields of `params` as JSON can hold them; of a compiled grammar, its source."""
+    """The fields of `params` in types of JSON; a compiled grammar becomes its source."""
     values = {f.name: getattr(params, f.name) for f in fields(params)}
     values["logit_bias"] = list((params.logit_bias or {}).items())
-    values["structured_outputs"] = params.grammar and params.grammar.asked
+    values["structured_outputs"] = params.grammar and params.grammar.source
     return values
 
 
@@ -423,7 +400,6 @@ def _array_to_json(array: np.ndarray[Any, Any] | None) -> list[Any] | None:
 
 
 def _array_from_json(item: list[Any] | None) -> Any:
-    """The array that `_array_to_json` wrote."""
     if item is None:
         return None
     dtype, shape, data = item

@@ -1,18 +1,17 @@
 """The state of requests by slot: one table of tensors, on any device.
 
-A slot is a request's permanent index from admission to release. Nothing is ever reordered: a batch
-gathers the rows it needs.
+A slot is a request's permanent index from admission to release. Rows are never reordered: a batch
+gathers the rows that it needs.
 
-Charter: the one owner of request state that a step reads and writes. The scheduler's view of a
-request may be a step late; lengths here are the truth. Other parts that keep state by slot (mainly
-drafters) register here, so that one `release` reaches all state and one check finds leaks. A plan
-is written when its step begins. Then the runner calls `begin`, `count_drafts`, `write_drafts`,
+The scheduler's view of a request may be a step late; lengths here are the truth. Other parts that
+keep state by slot (mainly drafters) register here, so that one `release` reaches all state and one
+check finds leaks. In each step the runner calls `apply`, `begin`, `count_drafts`, `write_drafts`,
 `pack` and `advance`, in this order.
 
-The table has one more slot than requests: the spare, which pads captured steps. The spare has one
-token and may have no more; all its blocks are the cache's last block, which no request gets. A
+The table has one slot more than there may be requests: the spare, which pads captured steps. It has
+one token and may have no more; all its blocks are the cache's last block, which no request gets. A
 request that may have no more tokens (its limit is reached, or its logits were not finite) may still
-take part in a step: then the spare is computed instead, and no outcome is kept.
+be in a step: then the spare is computed instead, and no outcome is kept.
 
 Shape suffixes: S slots, L tokens or blocks of a slot, A admissions, B requests, D requests that
 decide (the step draws tokens for them), K drafts.
@@ -43,18 +42,17 @@ _log = logging.getLogger(__name__)
 Array = NDArray[Any]
 
 LEAST_TOP_P = 2.0**-149
-"""A smaller top_p would round to 0 in float32, which is out of range. At either value only the
-likeliest token is left."""
+"""The smallest float32 above 0, to which smaller `top_p` are raised: 0 is out of range. Any such
+value keeps only the likeliest token."""
 
 
 class SlotSizes(NamedTuple):
     """The sizes of a table.
 
-    Attributes:
-        num_slots: most requests that run at the same time.
-        max_tokens, max_drafts: most tokens and drafts of a request.
-        num_blocks: columns of a block table.
-        spare_block: the cache block of the spare slot.
+    num_slots: most requests that run at the same time.
+    max_tokens, max_drafts: most tokens and drafts of a request.
+    num_blocks: columns of a block table.
+    spare_block: the cache block of the spare slot.
     """
 
     num_slots: int
@@ -65,7 +63,7 @@ class SlotSizes(NamedTuple):
 
 
 class SlotOwner(Protocol):
-    """Keeps state by slot outside of the table."""
+    """An object that keeps state by slot outside of the table."""
 
     def release(self, slot: int) -> None:
         """Forget the request in this slot: it ended, or was preempted."""
@@ -83,11 +81,11 @@ class SlotTable:
 
     Attributes:
         state: tokens, blocks and lengths.
-        params: sampling parameters. Their tensors are never replaced. The flags `has_filters` and
-            `rules` describe the requests in slots, and are known without reading the device.
+        params: sampling parameters; their tensors are never replaced. `has_filters` and `rules`
+            describe the requests that have slots, and are known without reading the device.
         drafter_S: int64, the number of each request's drafter.
-        drafters: the numbers in `drafter_S` of the requests in slots.
-        admitted: by slot, the admission of the request in it.
+        drafters: the numbers in `drafter_S` of the requests that have slots.
+        admitted: by slot, the admission of the request.
     """
 
     def __init__(
@@ -111,35 +109,28 @@ class SlotTable:
             # The last column of tokens is never read.
             torch.zeros(count, width, dtype=torch.int32, device=device),
             torch.full(blocks, sizes.spare_block, dtype=torch.int64, device=device),
-            length_S=column(1),
-            computed_S=column(0),
-            limit_S=column(1),
-        )
+            length_S=column(1), computed_S=column(0), limit_S=column(1),
+        )  # fmt: skip
         self.steps = steps_of(self.state)
         self.drafter_S = column(0)
         self.params = SlotParams(
-            key_S=column(0),
-            temperature_S=column(1, torch.float32),
-            top_k_S=column(0),
-            top_p_S=column(1, torch.float32),
-            min_p_S=column(0, torch.float32),
-            rule_S=column(0),
-            has_filters=False,
-            rules=frozenset(),
+            key_S=column(0), temperature_S=column(1, torch.float32), top_k_S=column(0),
+            top_p_S=column(1, torch.float32), min_p_S=column(0, torch.float32), rule_S=column(0),
+            has_filters=False, rules=frozenset(),
             values_fit=True,  # `SamplingParams` has checked them
-        )
+        )  # fmt: skip
         self.drafters = frozenset[int]()
         self.admitted: dict[int, Admission] = {}
         self._inputs: dict[int, Tensor] = {}  # of captured steps, by padded size
-        # Weak, because a drafter refers to the slots, too. After `gc.freeze` (`engine/build.py`) a
-        # cycle of references would never be freed.
+        # Weak, because drafters refer to this table: after `gc.freeze` (`engine/build.py`) a cycle
+        # of references would never be freed.
         self._owners = WeakValueDictionary[str, SlotOwner]()
         if on_host:
             views = (column.numpy() for column in self.state)
             self.token_SL, self.block_SL, self.length_S, self.computed_S, self.limit_S = views
 
+    # Numpy views of `state`, only if `on_host`.
     token_SL: Array
-    """`state.token_SL` as a numpy view; this and the next four exist only if `on_host`."""
     block_SL: Array
     length_S: Array
     computed_S: Array
@@ -147,11 +138,10 @@ class SlotTable:
 
     @staticmethod
     def bytes_per_slot(max_tokens: int, block_size: int) -> int:
-        """Bytes of a slot's tokens and block table."""
         return 4 * max_tokens + 8 * -(-max_tokens // block_size)
 
     def text(self, slot: int, first: int = 0) -> Array:
-        """Known tokens of a slot, starting with index `first`, int32; only if `on_host`."""
+        """Known tokens of a slot from index `first` on, int32; only if `on_host`."""
         return self.token_SL[slot, first : self.length_S[slot]]
 
     def have_ended(self, slots: Sequence[int]) -> bool:
@@ -159,8 +149,7 @@ class SlotTable:
         return self.on_host and all(self.length_S[s] >= self.limit_S[s] for s in slots)
 
     def register(self, name: str, owner: SlotOwner) -> None:
-        """Release and check the state of `owner` together with the table's own; the table keeps
-        only a weak reference to it."""
+        """Let `owner` take part in releases and checks; the table keeps only a weak reference."""
         self._owners[name] = owner
 
     def apply(self, plan: StepPlan) -> None:
@@ -178,7 +167,6 @@ class SlotTable:
             self._write_blocks(plan.new_blocks)
 
     def _set_flags(self) -> None:
-        """Derive the flags of `params`, and `drafters`, from the requests in slots."""
         requests = self.admitted.values()
         has_filters = any(request.params.filters_logits for request in requests)
         rules = frozenset(request.rule for request in requests)
@@ -186,23 +174,17 @@ class SlotTable:
         self.drafters = frozenset(request.drafter for request in requests)
 
     def _release(self, slot: int) -> None:
-        """Forget the request in a slot; its row of the state stays until the next admission.
-
-        Exceptions of owners are only logged: they concern a request that has ended.
-        """
+        """Forget the request in a slot. It has ended, so exceptions of owners are only logged."""
         self.admitted.pop(slot, None)
         for name, owner in self._owners.items():
             try:
                 owner.release(slot)
             except Exception:
-                _log.exception("What `%s` keeps of slot %d could not be released.", name, slot)
+                _log.exception("`%s` could not release its state of slot %d.", name, slot)
 
     def _write_admissions(self, admissions: Sequence[Admission]) -> None:
-        """Write the tensors of requests that get a slot.
-
-        The numbers of all requests go to the device in few copies: one of integers, one of floats,
-        one of tokens.
-        """
+        """Write the state of requests that get a slot, in three copies to the device: one of all
+        integers, one of all floats, one of all tokens."""
         params, state = self.params, self.state
         integers = [
             (params.key_S, [to_int64(a.key) for a in admissions]),
@@ -232,7 +214,7 @@ class SlotTable:
         state.block_SL.index_fill_(0, slot_A, self._spare_block)  # drop the last request's blocks
 
     def _write_blocks(self, new_blocks: Iterable[tuple[int, int, Sequence[int]]]) -> None:
-        """Write `StepPlan.new_blocks` into block tables; of two entries for a place, the later."""
+        """Write `StepPlan.new_blocks` into block tables; a later entry replaces an earlier one."""
         width = self.state.block_SL.shape[1]
         block_at = {
             slot * width + column: block
@@ -243,16 +225,11 @@ class SlotTable:
         self.state.block_SL.view(-1)[places] = blocks
 
     def draws_at_random(self, slots: Iterable[int]) -> bool:
-        """Whether one of these requests draws at random."""
         return any(self.admitted[slot].params.temperature > 0 for slot in slots)
 
     def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRequests:
-        """A step's requests as tensors.
-
-        Args:
-            shape: the shape of a captured or replayed step; its flags replace those of the
-                requests.
-        """
+        """A step's requests as tensors. The flags of `shape`, the shape of a captured or replayed
+        step, replace those of the requests."""
         params, drafters = self.params, self.drafters
         if shape is None:
             most_drafts, samples = max(step.max_drafts_B), self.draws_at_random(step.slot_B)
@@ -260,26 +237,24 @@ class SlotTable:
             most_drafts, samples, drafters = shape.most_drafts, shape.samples, shape.drafters
             params = replace(params, has_filters=shape.has_filters, rules=shape.rules)
         slot_B, num_tokens_B, max_drafts_B = self._send_numbers(step, shape)
-        slot_D, max_drafts_D, of_B = slot_B, max_drafts_B, None
+        slot_D, max_drafts_D, decider_B = slot_B, max_drafts_B, None
         if not all(step.decides_B):
             deciding: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
             # Indexing by a list yields column order; kernels need contiguous rows.
             deciding = np.ascontiguousarray(deciding[:, list(step.decides_B)])
-            # With an even number of columns, rows are aligned to 16 bytes; for other alignments
-            # kernels would be compiled again.
+            # An even number of columns aligns rows to 16 bytes. Kernels are compiled again for each
+            # other alignment.
             padded = np.pad(deciding, ((0, 0), (0, deciding.shape[1] % 2)))
             slot_D, max_drafts_D = self._send(padded)[:, : deciding.shape[1]].unbind()
-            of_B = self._send(np.array(step.of_B, dtype=np.int64))
+            decider_B = self._send(np.array(step.decider_B, dtype=np.int64))
         return StepRequests(
-            step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most_drafts,
-            samples, shape,
+            step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, decider_B,
+            most_drafts, samples, shape,
         )  # fmt: skip
 
     def _send_numbers(self, step: StepInput, shape: StepShape | None) -> Iterable[Tensor]:
-        """Slots, known tokens and most drafts on the device, padded to the size of the shape.
-
-        All steps of one captured size share one tensor, because graphs read fixed addresses.
-        """
+        """Slots, known tokens and most drafts on the device, padded to the size of the shape. All
+        steps of one captured size share one tensor, because graphs read fixed addresses."""
         count = len(step.slot_B)
         if shape is None and self.device.type == "cpu":
             return [torch.from_numpy(np.array(column, dtype=np.int64)) for column in step[:3]]
@@ -289,16 +264,16 @@ class SlotTable:
         numbers[:, :count] = step[:3]
         numbers[0, count:], numbers[1, count:], numbers[2, count:] = self.spare, 1, 0
         if shape is None:
-            sent = staging.host.to(self.device, non_blocking=True)
+            on_device = staging.host.to(self.device, non_blocking=True)
         else:
             if size not in self._inputs:
                 self._inputs[size] = torch.empty_like(staging.host, device=self.device)
-            sent = self._inputs[size].copy_(staging.host, non_blocking=True)
+            on_device = self._inputs[size].copy_(staging.host, non_blocking=True)
         staging.give_back()
-        return sent[:, :size].unbind()
+        return on_device[:, :size].unbind()
 
     def count_drafts(self, requests: StepRequests) -> DraftRequests:
-        """How many drafts each deciding request may have, K_b, and the position of the first."""
+        """How many drafts each deciding request may have, and the position of the first draft."""
         slot_D = requests.slot_D
         num_D, position_D = self.steps.count_drafts(slot_D, requests.max_drafts_D)
         return DraftRequests(
@@ -316,43 +291,36 @@ class SlotTable:
         """The target's batch: the requests' next known tokens, and drafts of deciding requests.
 
         The rows of logits are first those of deciding requests, then those of prompts that want
-        log-probabilities.
-
-        Args:
-            tokens: which tokens of each request to compute.
-            most: the most drafts of any request.
+        log-probabilities. `most` is the most drafts of any request.
         """
         step = requests.step
         size_B, size_D = len(requests.slot_B), len(requests.slot_D)
         num_padded = size_B - len(step.slot_B)  # padding computes one token each
         num_tokens = sum(step.num_tokens_B) + num_padded
-        queries = [n + most * d for n, d in zip(step.num_tokens_B, step.decides_B, strict=True)]
-        sizes = PackSizes(
-            num_tokens + size_D * most, size_D * (most + 1), max(queries, default=1 + most)
-        )
+        counts = [n + most * d for n, d in zip(step.num_tokens_B, step.decides_B, strict=True)]
+        num_rows, queries = size_D * (most + 1), max(counts, default=1 + most)
+        sizes = PackSizes(num_tokens + size_D * most, num_rows, queries)
         batch = self.steps.pack(tokens, sizes, block_size)
         prompts = step.reported_prompts_B
         if not prompts:
             return batch
         start_B1, num_deciding = batch.attention.query_start_B1, len(batch.logit_row_N)
-        row_P = [
-            start_B1[b] + torch.arange(step.num_tokens_B[b], device=self.device) for b in prompts
-        ]
+        offsets = [torch.arange(step.num_tokens_B[b], device=self.device) for b in prompts]
+        row_P = [start_B1[b] + offset for b, offset in zip(prompts, offsets, strict=True)]
         row_N = torch.cat([batch.logit_row_N, *row_P])
         if len(row_N) == len(batch.token_T):
-            # T rows would mean all tokens in order (`ForwardBatch`). One more row, which is never
-            # read, avoids that.
+            # T rows would mean all tokens in order (`ForwardBatch`): add a row that is never read.
             row_N = torch.cat([row_N, row_N[:1]])
         return batch._replace(logit_row_N=row_N, num_deciding=num_deciding)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        """Write the outcome of a step to the slots; returns the packet of `Steps.advance`."""
+        """Write the outcome of a step to the slots; see `Steps.advance` for the result."""
         return self.steps.advance(tokens, verdict)
 
     def check_integrity(self, live: set[int]) -> None:
         """Raise `IntegrityError` if there is state for a slot that no request has."""
-        held = {name: owner.held_slots() for name, owner in self._owners.items()}
-        for name, slots in ({"requests": self.admitted.keys()} | held).items():
+        slots_by_owner = {name: owner.held_slots() for name, owner in self._owners.items()}
+        for name, slots in ({"requests": self.admitted.keys()} | slots_by_owner).items():
             if leaked := set(slots) - live:
                 raise IntegrityError(f"{name} of slots that no request has: {sorted(leaked)}")
 

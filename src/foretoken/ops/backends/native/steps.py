@@ -147,19 +147,20 @@ class Steps(stock.Steps):
 
         If `pack` and `advance` get the same object, this is done once for both.
         """
-        slot_B, num_tokens_B, of_B, num_D = tokens
+        slot_B, num_tokens_B, decider_B, num_D = tokens
         if not (
             slot_B.is_contiguous() and num_tokens_B.is_contiguous() and num_D.is_contiguous()
-            and (of_B is None or of_B.is_contiguous())
+            and (decider_B is None or decider_B.is_contiguous())
         ):  # fmt: skip
-            of_B = None if of_B is None else of_B.contiguous()
+            decider_B = None if decider_B is None else decider_B.contiguous()
             slot_B, num_tokens_B = slot_B.contiguous(), num_tokens_B.contiguous()
-            tokens = StepTokens(slot_B, num_tokens_B, of_B, num_D.contiguous())
+            tokens = StepTokens(slot_B, num_tokens_B, decider_B, num_D.contiguous())
         # If they are copies, the next call does not find its own object here, and copies again.
         self._latest_tokens = tokens
         _fill_5(
             self._step, 0, slot_B.data_ptr(), num_tokens_B.data_ptr(),
-            0 if of_B is None else of_B.data_ptr(), tokens.num_D.data_ptr(), slot_B.numel(),
+            0 if decider_B is None else decider_B.data_ptr(), tokens.num_D.data_ptr(),
+            slot_B.numel(),
         )  # fmt: skip
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from foretoken.ops.checks import check_pass
 from foretoken.ops.formats import decode_blocks, decode_groups, round_rows
-from foretoken.ops.paging import write_index, write_kv
-from foretoken.ops.passes import pass_begins
+from foretoken.ops.passes import pass_begins, write_index, write_kv
 
 from foretoken.ops.stack import (  # isort: skip
     KV, Attention, Blocks, Dense, FeatureRule, Features, ForwardOutput, Grouped, Joined, Layer,

@@ -39,8 +39,9 @@ class Steps:
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
         """Pack the tokens of a step; deciding requests have K_b + 1 rows of logits, others none."""
         num_rows_B = tokens.num_D + 1
-        if tokens.of_B is not None:
-            num_rows_B = pad(num_rows_B, (0, 1))[tokens.of_B]  # index -1 reads the 0 at the end
+        if tokens.decider_B is not None:
+            # Index -1 reads the 0 at the end.
+            num_rows_B = pad(num_rows_B, (0, 1))[tokens.decider_B]
         count_B = tokens.num_tokens_B + (num_rows_B - 1).clamp(min=0)
         slot_B = self._spare_if_done(tokens.slot_B)
         start_B = self._state.computed_S[slot_B]
@@ -50,7 +51,7 @@ class Steps:
         """Make accepted drafts and the token after them known tokens; returns the outcome."""
         slot_B, (token_BK1, accepted_B, finite_B) = tokens.slot_B, verdict
         decides_B = torch.ones_like(finite_B)
-        if (decider_B := tokens.of_B) is not None:
+        if (decider_B := tokens.decider_B) is not None:
             # Rows of the verdict by request: zeros where the request does not decide (index -1).
             token_BK1, decides_B = pad(token_BK1, (0, 0, 0, 1))[decider_B], decider_B >= 0
             accepted_B = pad(accepted_B, (0, 1))[decider_B]

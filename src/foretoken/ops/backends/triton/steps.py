@@ -137,11 +137,11 @@ def _span(table: SlotTable, step: StepTokens, drafting: RoundTensors, i, live):
     """The `Span` that request i computes, or a vector of spans; empty where not `live`.
     A request that has reached its limit is computed in the spare slot: the keys and values of its
     last token are not needed, and perhaps no block exists for them. d: the request's index among
-    those that decide, -1 if it does not decide."""
+    those that decide (`decider_B`), -1 if it does not decide."""
     if drafting is None:
         slot, d = _slot_or_spare(table, step.slot_B, i, live), i.to(tl.int64)
-        if step.of_B is not None:
-            d = tl.load(step.of_B + i, mask=live, other=-1)
+        if step.decider_B is not None:
+            d = tl.load(step.decider_B + i, mask=live, other=-1)
         rows = tl.load(step.num_D + d, mask=live & (d >= 0), other=-1) + 1
         count = tl.load(step.num_tokens_B + i, mask=live, other=0) + tl.maximum(rows - 1, 0)
         return Span(slot, tl.load(table.computed_S + slot, mask=live, other=0), count, rows)
@@ -222,8 +222,8 @@ def advance_kernel(table: SlotTable, step: StepTokens, verdict: Verdict, packet,
     slot, num_tokens = tl.load(step.slot_B + b), tl.load(step.num_tokens_B + b)
     length, limit = tl.load(table.length_S + slot), tl.load(table.limit_S + slot)
     computed, d = tl.load(table.computed_S + slot), b.to(tl.int64)
-    if step.of_B is not None:
-        d = tl.load(step.of_B + b)
+    if step.decider_B is not None:
+        d = tl.load(step.decider_B + b)
     tl.debug_barrier()  # every warp has read the slot before one writes it
     active, accepted = length < limit, zero_like(length)
     tl.store(packet + b, computed)

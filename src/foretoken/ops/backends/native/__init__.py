@@ -1,6 +1,6 @@
 """C++ kernels on a CPU. See `foretoken.ops.Backend` for the contract of each function.
 
-Native stacks use native attention (`csrc/attention.cpp`); other stacks attend in stock operators.
+`NativeStack` has native attention (`csrc/attention.cpp`); other stacks attend in stock operators.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The fp64 oracle: each op as the papers and the contract define it, a row at a time.
+"""The fp64 oracle: each op as its paper and the contract define it, a row at a time.
 
-What belongs here: the most readable correct form. What does not: speed, and code shared with the
-backends that are compared with it (noise, filters and rules are written again).
+Readability comes before speed. No mathematics is shared with the backends that are tested against
+this one: noise, filters and rules are written again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from foretoken.ops.dispatch import Kernels
 
 
 def available() -> str | None:
-    """None: it runs everywhere."""
+    """None: this backend runs everywhere."""
     return None
 
 

@@ -1,4 +1,4 @@
-"""Paged attention as it is defined: one query, one head at a time, in float64. The oracle."""
+"""Paged attention as it is defined: one query and one head at a time, in float64."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ def attention(
 
 
 def _weights(query_D: Tensor, key_jD: Tensor, h: int, options: AttentionOptions) -> Tensor:
-    """The weight of each key j that the query of head h sees:
+    """weight_j = softmax(s)_j with s_j = q . k_j * scale, or c * tanh(s_j / c) with a soft cap c.
 
-    s_j = q . k_j * scale;  s_j = c * tanh(s_j / c) if capped;  weight_j = softmax(s)_j
-    and a sink adds exp(sink_h) to the softmax's denominator.
+    A sink of head h adds exp(sink_h) to the denominator of the softmax.
     """
     s_j = key_jD @ query_D * options.scale
     if options.softcap is not None:

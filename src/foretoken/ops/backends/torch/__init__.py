@@ -6,7 +6,7 @@ from foretoken.ops.dispatch import Kernels
 
 
 def available() -> str | None:
-    """None: it runs everywhere."""
+    """None: this backend runs everywhere."""
     return None
 
 

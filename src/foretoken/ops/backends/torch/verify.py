@@ -1,14 +1,8 @@
 """Verification in three stages: reductions per row -> a rule -> one draw per request; its evidence.
 
-Belongs here: the reductions, the residual, the emitted tokens, and the evidence of a verdict. Does
-not: the rules (`ops/rules.py`), reading rows (`process`) and drawing from them (`sample`).
-
 q(x) is read from the cache as one number. p(x) takes a pass over the row of every draft with a q,
 and the token after the accepted drafts takes one more pass. The block rule reads p and q of every
 draft except the first once more, for its residual masses.
-
-Other backends use `evidence_by`, too. It reads rows with their functions and waits for no device,
-and its shapes do not depend on tensors' values. On a GPU it runs outside of captured graphs.
 
 Shapes: B requests, K columns of drafts, N rows, V vocabulary, W the vocabulary padded to whole
 blocks, M drafts or rows as a flat list, R drafts, rows or requests processed at a time, J rows of a
@@ -38,18 +32,17 @@ from foretoken.ops.types import (  # isort: skip
 _ProcessLogits = Callable[[Rows], Tensor]
 _Logprobs = Callable[[Rows, Tensor, int], Logprobs]
 
-_AT_ONCE = 1 << 22  # logits of evidence at a time, however many requests need it
+_AT_ONCE = 1 << 22  # most logits that evidence processes at a time
 
 
 class Batch(NamedTuple):
     """The data that the stages share.
 
-    inputs:      the arguments of `verify`
     rows:        the N target rows, each with the parameters of its request's slot
     first_row_B: index of the row that decides the request's first token
     one_hot_p_B: whether p is one-hot at the target's own draw: at T = 0 and under COUPLED
-    real_q_B:    whether the request's q is read: as in `inputs`, but False if p is one-hot
-    finite_BK1:  filled by the stages: False where a target row was read and is not finite
+    real_q_B:    whether the request's q is read from the cache: never if p is one-hot
+    finite_BK1:  written by the stages: False where a target row was read and is not finite
     """
 
     inputs: VerifyBatch
@@ -81,7 +74,7 @@ def verify(inputs: VerifyBatch) -> Verdict:
     last_B1 = _draw_last(batch, n_accept_B, rejected_B, log_w_B)[:, None]
     n_accept_B1 = n_accept_B[:, None]
     after_BK1 = torch.arange(most + 1, device=slot_B.device) > n_accept_B1
-    # Rows 0..n_accept must be finite. Only SYNTHETIC accepts a draft at a row that is not.
+    # Rows 0..n_accept must be finite; only SYNTHETIC accepts drafts whatever their rows hold.
     finite_B = (batch.finite_BK1 | after_BK1).all(dim=1)
     last_B1.masked_fill_(~finite_B[:, None], -1)
     token_BK1 = pad(batch.token_BK, (0, 1)).masked_fill_(after_BK1, -1)
@@ -92,8 +85,7 @@ def verify(inputs: VerifyBatch) -> Verdict:
 def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Stages (i) and (ii), reductions and rule: n_accept_B, rejected_B, log_w_B.
 
-    rejected_B: whether a draft with a q follows the accepted drafts; then the last token is drawn
-                from the residual
+    rejected_B: whether the last token replaces a draft that has a q: it is drawn from the residual
     log_w_B:    log of the residual's weight
     """
     zero_B, rules = torch.zeros_like(batch.first_row_B), batch.inputs.params.rules
@@ -125,27 +117,38 @@ def _log_q(batch: Batch) -> Tensor:
     """log q(x_i), [B, K]: 0 if q is one-hot; for a real q raw logit / T - LSE, from the cache.
 
     It is -inf (q = 0) if there is no draft i, if the draft row is not finite, or if x_i is outside
-    the row's vocabulary or below its threshold; and for all later drafts of the request.
+    the drafter's vocabulary or below the threshold; and for all later drafts of the request.
     """
-    token_BK, slot_B, cache = batch.token_BK, batch.inputs.slot_B, batch.inputs.drafts.cache
+    token_BK, inputs = batch.token_BK, batch.inputs
     index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
-    known_BK = (index_K < batch.inputs.drafts.num_B[:, None]) & (token_BK >= 0)
+    is_draft_BK = (index_K < inputs.drafts.num_B[:, None]) & (token_BK >= 0)
     # Under SYNTHETIC a rate would emit ids that the target does not have.
-    known_BK &= (token_BK < batch.vocabulary) | (batch.rule_B != Rule.SYNTHETIC)[:, None]
+    is_draft_BK &= (token_BK < batch.vocabulary) | (batch.rule_B != Rule.SYNTHETIC)[:, None]
     log_q_BK = torch.zeros_like(token_BK, dtype=torch.float64)
-    if cache is not None:
-        entry, width = (slot_B[:, None], index_K), cache.logits_SKV.shape[2]
-        raw_BK = cache.logits_SKV[(*entry, token_BK.clamp(0, width - 1))].float()
-        temperature_B1 = temperatures(batch.inputs.params, slot_B)[:, None]
-        real_BK = raw_BK / temperature_B1 - cache.lse_SK[entry]
-        kept_BK = (token_BK < width) & (raw_BK >= cache.threshold_SK[entry])
-        real_BK = torch.where(kept_BK & real_BK.isfinite(), real_BK, -torch.inf)
+    if inputs.drafts.cache is not None:
+        cached = _cached_log_q(inputs.drafts.cache, inputs.params, inputs.slot_B, index_K, token_BK)
+        real_BK, is_kept_BK, _ = cached
+        real_BK = torch.where(is_kept_BK & real_BK.isfinite(), real_BK, -torch.inf)
         log_q_BK = torch.where(batch.real_q_B[:, None], real_BK, log_q_BK)
-    return log_q_BK.masked_fill_(known_BK.cumprod(dim=1) == 0, -torch.inf)
+    return log_q_BK.masked_fill_(is_draft_BK.cumprod(dim=1) == 0, -torch.inf)
+
+
+def _cached_log_q(
+    cache: DraftCache, params: SlotParams, slot_R: Tensor, index_J: Tensor, token_RJ: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of draft rows `index_J` of slots: log q of a token, whether q keeps the token, and the LSE.
+
+    Log q of a token that is not kept may be anything.
+    """
+    entry, width = (slot_R[:, None], index_J), cache.logits_SKV.shape[2]
+    raw_RJ = cache.logits_SKV[(*entry, token_RJ.clamp(0, width - 1))].float()
+    lse_RJ = cache.lse_SK[entry]
+    is_kept_RJ = (token_RJ >= 0) & (token_RJ < width) & (raw_RJ >= cache.threshold_SK[entry])
+    return raw_RJ / temperatures(params, slot_R)[:, None] - lse_RJ, is_kept_RJ, lse_RJ
 
 
 def _noise(batch: Batch, b_M: Tensor, i_M: Tensor, streams: tuple[Stream, Stream]) -> RowNoise:
-    """TARGET or RESIDUAL noise of rows i_M of requests b_M."""
+    """TARGET or RESIDUAL noise of row i_M of each request b_M."""
     inputs = batch.inputs
     key_M, position_M = inputs.params.key_S[inputs.slot_B[b_M]], inputs.position_B[b_M] + i_M
     token_M, block_M = (torch.full_like(b_M, stream) for stream in streams)
@@ -156,15 +159,12 @@ def _log_p_one_hot(batch: Batch, b_M: Tensor, i_M: Tensor) -> Tensor:
     """log p(x_i) where p is one-hot at the target's own draw: 0 if x_i is that draw, else -inf."""
     drawn = draw_rows(batch.rows, batch.first_row_B[b_M] + i_M, _noise(batch, b_M, i_M, TARGET))
     batch.finite_BK1[b_M, i_M] = drawn.finite_M
-    same_M = (drawn.token_M == batch.token_BK[b_M, i_M]) & drawn.finite_M
-    return torch.where(same_M, 0.0, -torch.inf).double()
+    equal_M = (drawn.token_M == batch.token_BK[b_M, i_M]) & drawn.finite_M
+    return torch.where(equal_M, 0.0, -torch.inf).double()
 
 
 def _log_p(batch: Batch, b_R: Tensor, i_R: Tensor) -> Tensor:
-    """log p(x_i) of drafts i_R of requests b_R.
-
-    It is -inf for ids >= V, for dropped tokens, and in rows that are not finite.
-    """
+    """log p(x_i) of drafts i_R of requests b_R: -inf where p(x_i) = 0 or the row is not finite."""
     p = distribution(batch.rows, batch.first_row_B[b_R] + i_R)
     token_R, finite_R = batch.token_BK[b_R, i_R], p.max_R.isfinite()
     batch.finite_BK1[b_R, i_R] = finite_R
@@ -208,11 +208,8 @@ def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R
     weight_RW: the weights of p, not normalised
     """
     rest_RW = weight_RW * (log_w_R.exp() / weight_RW.sum(dim=1))[:, None]
-    token_R, real_R, cache = (
-        batch.token_BK[b_R, i_R],
-        batch.real_q_B[b_R],
-        batch.inputs.drafts.cache,
-    )
+    token_R, real_R = batch.token_BK[b_R, i_R], batch.real_q_B[b_R]
+    cache = batch.inputs.drafts.cache
     one_hot = (~real_R & (token_R < batch.vocabulary)).nonzero()[:, 0]
     rest_RW[one_hot, token_R[one_hot]] = 0.0
     real = real_R.nonzero()[:, 0]
@@ -233,12 +230,10 @@ def _q_rows(
 
 
 def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -> Tensor:
-    """Stage (iii): draw the token after the first i_B drafts, which were accepted: int64 [B].
+    """Stage (iii): draw the token after the i_B accepted drafts, int64 [B].
 
-    The token in place of a rejected draft that has a q is drawn with RESIDUAL noise: from the
-    residual, or from p if the residual has no mass. Any other token is drawn from p with TARGET
-    noise: the target's own draw, the bonus token, and the token in place of a placeholder or of a
-    draft with a row that is not finite.
+    In place of a rejected draft that has a q, it is drawn with RESIDUAL noise from the residual, or
+    from p if the residual has no mass. Otherwise it is drawn from p with TARGET noise.
     """
     row_B, last_B = batch.first_row_B + i_B, torch.empty_like(i_B)
     b = (~rejected_B).nonzero()[:, 0]
@@ -259,7 +254,7 @@ def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -
 
 
 class _Subset(NamedTuple):
-    """The R requests that need evidence, and how the backend reads their rows."""
+    """The R requests that need evidence, and the backend's functions that read their rows."""
 
     process_logits: _ProcessLogits
     logprobs: _Logprobs
@@ -282,7 +277,11 @@ class _Subset(NamedTuple):
 def evidence_by(
     process_logits: _ProcessLogits, logprobs: _Logprobs
 ) -> Callable[[VerifyBatch, Verdict, Tensor], Evidence]:
-    """Make `Backend.evidence` for a backend that has these functions."""
+    """Make `Backend.evidence` for a backend that has these functions.
+
+    It waits for no device, since its shapes do not depend on tensors' values. On a GPU it runs
+    outside of captured graphs.
+    """
 
     def evidence(inputs: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
         most_logits = (inputs.drafts.token_BK.shape[1] + 1) * inputs.logits_NV.shape[1]
@@ -294,13 +293,9 @@ def evidence_by(
 
 
 def _evidence(
-    process_logits: _ProcessLogits,
-    logprobs: _Logprobs,
-    inputs: VerifyBatch,
-    verdict: Verdict,
+    process_logits: _ProcessLogits, logprobs: _Logprobs, inputs: VerifyBatch, verdict: Verdict,
     request_R: Tensor,
-) -> Evidence:
-    """The evidence of requests `request_R`, all at a time."""
+) -> Evidence:  # fmt: skip
     drafts, slot_R = inputs.drafts, inputs.slot_B[request_R]
     most, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
     index_RK = torch.arange(most, device=slot_R.device).expand(len(slot_R), most)
@@ -329,7 +324,7 @@ def _evidence(
 
 
 def _p_of_tokens(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> tuple[Tensor, Tensor]:
-    """p of tokens in rows `index_RJ` of each request, float64; and whether the rows are finite."""
+    """p of tokens in rows `index_RJ` of each request, float64; and whether each row is finite."""
     vocabulary, rows = subset.inputs.logits_NV.shape[1], subset.rows(index_RJ)
     token_M = token_RJ.flatten()
     logprobs = subset.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
@@ -350,21 +345,17 @@ def _q_of_tokens(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> Tensor:
     cache, params = subset.inputs.drafts.cache, subset.inputs.params
     if cache is None:
         return torch.ones_like(token_RJ, dtype=torch.float64)
-    entry, width = (subset.slot_R[:, None], index_RJ), cache.logits_SKV.shape[2]
-    raw_RJ = cache.logits_SKV[(*entry, token_RJ.clamp(0, width - 1))].float()
-    lse_RJ = cache.lse_SK[entry]
-    q_RJ = (raw_RJ / temperatures(params, subset.slot_R)[:, None] - lse_RJ).exp()
-    is_kept_RJ = (token_RJ >= 0) & (token_RJ < width) & (raw_RJ >= cache.threshold_SK[entry])
-    return torch.where(is_kept_RJ, q_RJ, 0.0).masked_fill_(~lse_RJ.isfinite(), torch.nan)
+    log_q_RJ, is_kept_RJ, lse_RJ = _cached_log_q(cache, params, subset.slot_R, index_RJ, token_RJ)
+    return torch.where(is_kept_RJ, log_q_RJ.exp(), 0.0).masked_fill_(~lse_RJ.isfinite(), torch.nan)
 
 
 def _q_of_drafts(subset: _Subset, index_RK: Tensor) -> Tensor:
-    """q(x_i) of all drafts, [R, K]: 1 if q is one-hot, 0 for an id that cannot be emitted."""
+    """q(x_i) of all drafts, [R, K]: 1 if q is one-hot; 0 for a placeholder or an unknown id."""
     inputs, token_RK = subset.inputs, subset.token_RK
-    is_token_RK = token_RK < inputs.logits_NV.shape[1]
-    is_token_RK |= (inputs.params.rule_S[subset.slot_R] != Rule.SYNTHETIC)[:, None]
+    is_draft_RK = token_RK < inputs.logits_NV.shape[1]
+    is_draft_RK |= (inputs.params.rule_S[subset.slot_R] != Rule.SYNTHETIC)[:, None]
     q_RK = torch.where(subset.real_q_R[:, None], _q_of_tokens(subset, index_RK, token_RK), 1.0)
-    return torch.where(is_token_RK & (token_RK >= 0), q_RK, 0.0)
+    return torch.where(is_draft_RK & (token_RK >= 0), q_RK, 0.0)
 
 
 def _q_of_last(subset: _Subset, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tensor) -> Tensor:
@@ -380,7 +371,7 @@ def _q_of_last(subset: _Subset, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tens
 
 
 def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Tensor:
-    """S_i of the block rule for all drafts that another draft follows, [R, K - 1]; else NaN.
+    """S_i of the block rule for drafts with a draft after them, [R, K - 1]; NaN elsewhere.
 
     For a one-hot q, S_i is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary.
     """
@@ -406,14 +397,11 @@ def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> T
 
 
 def _edits_of(edits: Edits, row_M: Tensor, exists_M: Tensor) -> Edits:
-    """The edits of rows `row_M`; no edits where `exists_M` is False, which marks padding.
-
-    Rows that are not padding are distinct.
-    """
+    """The edits of rows `row_M`, which must be distinct where `exists_M`; none for the others."""
     start_M = edits.start_N1[row_M]
     count_M = (edits.start_N1[row_M + 1] - start_M) * exists_M
     new_M1 = pad(count_M.cumsum(0), (1, 0))
-    # The number of entries; on a device an upper bound, since reading the number would wait.
+    # The number of entries; on a device an upper bound, since reading the number means waiting.
     size = int(new_M1[-1]) if row_M.is_cpu else len(edits.token_M)
     index_E = torch.arange(size, device=row_M.device)
     m_E = torch.searchsorted(new_M1[1:], index_E, right=True).clamp_(max=len(row_M) - 1)

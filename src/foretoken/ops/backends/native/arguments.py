@@ -1,7 +1,4 @@
-"""The C structs that the kernels read, made from tensors: fields of 8 bytes each, in C's order.
-
-Nothing is checked here: `ops/checks.py` has checked the arguments.
-"""
+"""The C structs that the kernels read, made from checked tensors: fields of 8 bytes each."""
 
 from __future__ import annotations
 
@@ -31,10 +28,9 @@ def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def struct(tensors: Sequence[Tensor | None], *numbers: int, kept: object = None) -> Struct:
-    """A struct of the addresses of tensors, followed by numbers.
+    """A struct of the addresses of tensors, which are copied if not contiguous, and numbers.
 
-    Tensors that are not contiguous are copied. The struct keeps the tensors alive, and also `kept`:
-    objects with the memory that `numbers` point to.
+    It keeps the tensors alive, and also `kept`: objects with the memory that `numbers` point to.
     """
     contiguous = [None if tensor is None else tensor.contiguous() for tensor in tensors]
     result = Struct("q", [*addresses(contiguous), *numbers])
@@ -43,8 +39,7 @@ def struct(tensors: Sequence[Tensor | None], *numbers: int, kept: object = None)
     return result
 
 
-address = attrgetter("_as_parameter_")
-"""The address of a struct."""
+address = attrgetter("_as_parameter_")  # of a struct
 _NULL = Struct("q")
 _NULL._as_parameter_ = 0
 

@@ -1,12 +1,10 @@
 """Compiles the native kernels: `python -m foretoken.ops.backends.native.build`.
 
-It imports the standard library only: the hook that builds a wheel loads this file by its path,
-before anything is installed.
-
-There is one library per instruction set, chosen at load time, so that a wheel built anywhere runs
-anywhere. A library's name holds a digest of the sources, so that one of other sources is never
-loaded. Its last bytes, which the system's loader does not read, are a digest of all other bytes: so
-a damaged library is detected before it kills the process with SIGBUS.
+It imports the standard library only, since the hook that builds a wheel loads this file by its path
+before anything is installed. There is one library per instruction set, so that a wheel built
+anywhere runs anywhere. A library's name holds a digest of the sources, so that one of other sources
+is never loaded. Its last bytes, which the system's loader does not read, are a digest of all other
+bytes, by which a damaged library is detected before it kills the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ VARIANTS: dict[str, dict[str, list[str]]] = {
     },
     "aarch64": {"aarch64": []},
 }
-# The only source that is compiled with a variant's second flag. All others are compiled once for
-# the two variants with the same first flag.
-_VNNI_SOURCE = "quantised.cpp"
+_VNNI_SOURCE = "quantised.cpp"  # the only source compiled with a variant's second flag
 _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
 _SHARED = ["-shared", "-fPIC", "-pthread"]
 _DIGEST_BYTES = hashlib.sha256().digest_size  # at the end of a library
@@ -78,9 +74,7 @@ def is_whole(path: Path) -> bool:
 
 
 def build(report: Report = lambda done, total: None) -> list[Path]:
-    """Compile every missing variant of this machine's architecture.
-
-    Outdated libraries are deleted, and so are files that a build left unfinished an hour ago.
+    """Compile every missing variant of this machine's architecture; delete outdated libraries.
 
     Args:
         report: called with (files compiled, total number of files) at least every few seconds; not
@@ -101,7 +95,7 @@ def build(report: Report = lambda done, total: None) -> list[Path]:
     for path in LIBRARIES.glob("*.so"):
         if path not in flags_of:
             path.unlink(missing_ok=True)
-    for path in LIBRARIES.iterdir():
+    for path in LIBRARIES.iterdir():  # delete what killed builds have left
         with contextlib.suppress(FileNotFoundError):  # another build has just deleted its file
             if time.time() - path.stat().st_mtime <= _MAX_BUILD_S:
                 continue
@@ -112,13 +106,6 @@ def build(report: Report = lambda done, total: None) -> list[Path]:
     return [*flags_of]
 
 
-def _num_cores() -> int:
-    """The number of cores that this process may use, which `taskset` and containers limit."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _compile(missing: dict[Path, list[str]], report: Report) -> None:
     """Compile the sources in parallel, one per core at a time; then link each missing library."""
     compiler = shutil.which("g++") or shutil.which("clang++")
@@ -126,8 +113,11 @@ def _compile(missing: dict[Path, list[str]], report: Report) -> None:
         raise BuildError("there is no C++ compiler (`g++` or `clang++`)")
     # The longest source first: if it came last, all cores but one would wait for it.
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))  # those that `taskset` or a container allows
     temporary = tempfile.TemporaryDirectory(dir=LIBRARIES)
-    with temporary as folder, ThreadPoolExecutor(_num_cores()) as pool:
+    with temporary as folder, ThreadPoolExecutor(cores) as pool:
         objects: dict[Path, list[str]] = {path: [] for path in missing}
         object_of: dict[tuple[str, ...], str] = {}  # by source and flags
         tasks = []

@@ -1,9 +1,8 @@
 """The compiled kernels as Python functions: choosing and loading a library, the C signatures.
 
-Pointers are addresses of contiguous arrays that the caller keeps alive during the call; nothing is
-checked on the C side. Calls release the GIL, and raise an error if they fail. Those of `steps` take
-less time than another thread would keep the GIL: they do not release it, and return a status, which
-the caller passes to `check` if it is not 0.
+Pointers are addresses of contiguous arrays that the caller keeps alive during the call. Calls
+release the GIL, and raise an error if they fail. Those of `steps` are shorter than another thread
+would keep the GIL: they do not release it, and return a status, which the caller `check`s.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from foretoken.errors import IntegrityError
 from foretoken.ops.backends.native import build
 
 VARIANT = "FORETOKEN_NATIVE_VARIANT"
-"""Environment variable with the only variant to load, so that different processors compute the same
-bits, or that AVX2 is tested on a machine with AVX-512."""
+"""Environment variable: the only variant to load, for equal bits on different processors."""
 
 
 class NotFiniteError(ValueError):
@@ -29,7 +27,6 @@ class NotFiniteError(ValueError):
 
 
 _REMEDY = "run `python -m foretoken.ops.backends.native.build` (needs g++)"
-_CPUINFO = Path("/proc/cpuinfo")
 _V3 = {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"}
 _V4 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 NEEDS = {
@@ -63,7 +60,7 @@ def this_machine() -> Machine:
     return Machine(platform.machine(), cpu_features())
 
 
-def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """The processor's features, as the Linux kernel names them; none on other systems."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "")
@@ -74,8 +71,7 @@ def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
 def choose_variant(machine: Machine) -> tuple[str | None, str]:
     """The most capable variant that was built and runs on this processor; None and why, if none.
 
-    Raises:
-        ConfigError: the environment names a variant that this processor cannot run.
+    Raises `ConfigError` if the environment names a variant that this processor cannot run.
     """
     variants = build.VARIANTS.get(machine.architecture)
     if variants is None:
@@ -110,11 +106,7 @@ def missing(machine: Machine | None = None) -> str | None:
 
 @cache
 def load(machine: Machine | None = None) -> ctypes.CDLL:
-    """The library of a machine, by default this one, with its functions' signatures.
-
-    Raises:
-        OSError: the library is missing, damaged, or cannot be loaded; see `missing`.
-    """
+    """The library of a machine, by default this one; `OSError` if `missing` gives a reason."""
     machine = machine or this_machine()
     variant, reason = choose_variant(machine)
     if variant is None:
@@ -139,24 +131,18 @@ _ADDRESS = [c_void_p]
 _SIGNATURES: dict[str, list[Any]] = {
     "set_num_threads": [c_int64],
     "stack_new": [*_ADDRESS * 3, c_float, c_float, c_float, c_void_p],
-    "stack_free": _ADDRESS,
-    "stack_measure_fetches": _ADDRESS * 4,
     "stack_set_fetches": [c_void_p, c_int64, c_int64],
-    "stack_run": _ADDRESS * 8,
-    "stack_draft": _ADDRESS * 5,
-    "stack_observe": _ADDRESS * 6,
     "stack_logits": [c_void_p, c_void_p, c_int64, c_void_p],
-    "process": _ADDRESS * 2,
-    "sample": _ADDRESS * 3,
-    "draft": _ADDRESS * 4,
     "logprobs": [*_ADDRESS * 6, c_int64],
-    "verify": _ADDRESS * 4,
     "suffix_append": [c_void_p, c_int64],
     "suffix_propose": [*_ADDRESS * 3, c_int64, c_double, c_double],
-}
+    # Only addresses.
+    "stack_free": _ADDRESS, "process": _ADDRESS * 2, "sample": _ADDRESS * 3, "draft": _ADDRESS * 4,
+    "stack_measure_fetches": _ADDRESS * 4, "verify": _ADDRESS * 4, "stack_draft": _ADDRESS * 5,
+    "stack_observe": _ADDRESS * 6, "stack_run": _ADDRESS * 8,
+}  # fmt: skip
 _SIGNATURES_WITH_GIL: dict[str, list[Any]] = {
-    **dict.fromkeys(("steps_count", "steps_write", "steps_pack", "steps_advance"), _ADDRESS),
-    "steps_begin_round": _ADDRESS,
+    **{f"steps_{name}": _ADDRESS for name in ("count", "write", "pack", "advance", "begin_round")},
     "steps_look_up": [c_void_p, c_int64, c_int64],
 }
 

@@ -1,7 +1,4 @@
-"""Processing, sampling, drafting, log-probabilities and verification, one native call each.
-
-`Backend` documents the functions; here is what its contract leaves to a backend.
-"""
+"""The functions of `Backend` on rows, one native call each."""
 
 from __future__ import annotations
 
@@ -51,19 +48,16 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
 
 
 def verify(batch: VerifyBatch) -> Verdict:
-    """Verify drafts, such that the distribution of the emitted tokens is exactly the target's.
+    """Verify drafts; of each request only the rows that its own rule needs are read (decision 015).
 
-    Proofs: Leviathan et al. 2023, appendix A.1; Chen et al. 2023, theorem 1; Sun et al. 2024,
-    theorem 1. Only the rows that a request's own rule needs are read (decision 015).
+    The distribution of the emitted tokens is exactly the target's: Leviathan et al. 2023, appendix
+    A.1; Chen et al. 2023, theorem 1; Sun et al. 2024, theorem 1.
     """
     token_BK = batch.drafts.token_BK
     num_requests, num_columns = token_BK.shape
-    verdict = Verdict(
-        torch.empty(num_requests, num_columns + 1, dtype=torch.int64),
-        torch.empty(num_requests, dtype=torch.int64),
-        torch.empty(num_requests, dtype=torch.bool),
-    )
-    library.load().foretoken_verify(native_batch(batch), *addresses(verdict))
-    if token_BK.dtype is not torch.int64:
-        verdict = verdict._replace(token_BK1=verdict.token_BK1.to(token_BK.dtype))
-    return verdict
+    token_BK1 = torch.empty(num_requests, num_columns + 1, dtype=torch.int64)
+    n_accept_B = torch.empty(num_requests, dtype=torch.int64)
+    finite_B = torch.empty(num_requests, dtype=torch.bool)
+    outputs = addresses((token_BK1, n_accept_B, finite_B))
+    library.load().foretoken_verify(native_batch(batch), *outputs)
+    return Verdict(token_BK1.to(token_BK.dtype), n_accept_B, finite_B)

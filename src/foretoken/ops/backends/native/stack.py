@@ -1,9 +1,7 @@
 """A pass of a stack of layers, or a round of drafting, in one native call (`csrc/stack.cpp`).
 
 At batch 1 most of the time of a pass through the modules of the embedded target is the overhead of
-some 4 600 operator calls.
-
-Shape suffixes: as in `ops/stack.py`.
+some 4 600 operator calls. Shape suffixes: as in `ops/stack.py`.
 """
 
 from __future__ import annotations
@@ -37,9 +35,8 @@ from foretoken.ops.stack import (  # isort: skip
     Stack, UnfitError, Weight, format_of, linears, map_linears, parts_of,
 )  # fmt: skip
 
-KINDS = {
-    name: i for i, name in enumerate(["float32", "bfloat16", "float16", *BLOCKS, "int8", "int4"])
-}
+_KIND_NAMES = ["float32", "bfloat16", "float16", *BLOCKS, "int8", "int4"]
+KINDS = {name: number for number, name in enumerate(_KIND_NAMES)}
 """The number of each weight format, as in `foretoken::Kind` of the C++ side."""
 
 FETCHES = ("no hint", "cached")
@@ -66,12 +63,9 @@ def describe_fetches(taken: int, seconds: Sequence[float]) -> dict[str, float | 
 class NativeStack:
     """The native `RoundStack`. `csrc/stack.h` describes the layout of keys and values.
 
-    Matrices keep their formats; all other numbers are float32.
-
-    Args:
-        stack: matrices, except the embedding, and biases are copied; all else is read in place.
-        positions, most_rows, deterministic: without effect, since angles are computed where they
-            are used, memory grows with the rows, and a row's bits never depend on other rows.
+    Matrices keep their formats; all other numbers are float32. `positions`, `most_rows` and
+    `deterministic` are without effect: angles are computed where they are used, memory grows with
+    the rows, and a row's bits never depend on other rows.
 
     Raises:
         UnfitError: native code does not implement some part of the stack.
@@ -102,14 +96,13 @@ class NativeStack:
                 "A scale of the quantised weights is NaN or infinite: they are damaged, download "
                 "them again."
             ) from error
-        self._model = records[0]  # keeps the embedding, which is read in place, alive
+        self._model = records[0]  # keeps alive what is read in place: the embedding
         # Do not free at exit: a daemon thread may still be computing.
         weakref.finalize(self, self._library.foretoken_stack_free, self._handle).atexit = False
         self._tune()
-        # Native code reads the norms of this stack in place: `_kept_stack` stays when a caller
-        # assigns another stack.
-        self.stack = self._kept_stack = _without_matrices(stack)
-        self._latest_kv: tuple[Any, ...] = (None,) * 4  # keys, values, the addresses of both
+        self.stack = self._kept_stack = _without_matrices(stack)  # keeps the norms alive, too
+        # Keys and values of the latest call, and the addresses of both.
+        self._latest_kv: tuple[Any, Any, Any] = (None, None, None)
         # Memory for hidden states, its addresses, and the layers and number of tokens it is for.
         self._aux: tuple[Tensor, ...] = ()
         self._aux_addresses: Struct | None = None
@@ -121,11 +114,8 @@ class NativeStack:
         self, batch: ForwardBatch, kv: KV, aux_layers: Sequence[int] = (),
         features: Features | None = None, *, logits: bool = True,
     ) -> ForwardOutput:  # fmt: skip
-        """See `LoadedStack.run`.
-
-        After the last layer's attention only the rows in `logit_row_N` are computed, unless
-        `aux_layers` includes the input of the output layer.
-        """
+        """See `LoadedStack.run`. After the last attention only rows in `logit_row_N` are computed,
+        unless `aux_layers` includes the input of the output layer."""
         token_T, row_N = batch.token_T, batch.logit_row_N
         num_tokens, num_rows = len(token_T), len(row_N)
         hidden_NC = torch.empty(num_rows, self._size) if self._has_rule else None
@@ -206,23 +196,20 @@ class NativeStack:
     def _kv_addresses(self, kv: KV) -> tuple[Struct, Struct]:
         """The addresses of the keys of all layers, and of the values of all layers."""
         keys, values = kv.keys, kv.values
-        latest_keys, latest_values, *latest_addresses = self._latest_kv
+        latest_keys, latest_values, both = self._latest_kv
         if keys is not latest_keys or values is not latest_values:
             if not len(keys) == len(values) == self._num_layers:
                 raise ConfigError("keys", len(keys), f"tensors of {self._num_layers} layers")
             if keys[0].dtype is not torch.float32:
                 raise ConfigError("keys.dtype", keys[0].dtype, "torch.float32")
-            latest_addresses = [struct(keys), struct(values)]
-            self._latest_kv = (keys, values, *latest_addresses)
-        key_addresses, value_addresses = latest_addresses
+            both = struct(keys), struct(values)
+            self._latest_kv = (keys, values, both)
+        key_addresses, value_addresses = both
         return key_addresses, value_addresses
 
     def _allocate_aux(self, layers: Sequence[int], tokens: int) -> None:
-        """Allocate memory for hidden states, which passes with the same number of tokens reuse.
-
-        Allocating tensors in each pass, and checking them in the stack that reads them, would take
-        some 20 us of a step.
-        """
+        """Allocate memory for hidden states, which passes with the same number of tokens reuse: new
+        tensors in each pass, and checks of them in the stack that reads them, would take 20 us."""
         aux = {i: torch.empty(tokens, self._size) for i in layers}
         states = [aux.get(i) for i in range(self._num_layers + 1)]
         self._aux = tuple(aux[i] for i in layers)
@@ -278,7 +265,8 @@ def _check_fit(stack: Stack) -> None:
     for name, linear in [*linears(stack), ("embedding", Linear(stack.embedding))]:
         _check_weight(name, linear.weight)
     for layer in stack.layers:
-        if len({_native_kind(part) for part in parts_of(layer.feed.gate_up.weight)}) > 1:
+        parts = parts_of(layer.feed.gate_up.weight)
+        if len({(format_of(p), isinstance(p, Grouped) and _group_size(p)) for p in parts}) > 1:
             raise UnfitError(f"`gate_up` is stored as {format_of(layer.feed.gate_up.weight)}")
     if stack.target_ids is not None and not stack.target_ids.is_contiguous():
         raise UnfitError("the ids of the output layer are not contiguous")
@@ -315,11 +303,6 @@ def _check_weight(name: str, weight: Weight) -> None:
 
 def _group_size(weight: Grouped) -> int:
     return weight.shape[1] // weight.scale_NG.shape[1]
-
-
-def _native_kind(weight: Dense | Blocks | Grouped) -> tuple[str, int]:
-    """Format and group size, which must be equal in all parts of `gate_up`."""
-    return format_of(weight), _group_size(weight) if isinstance(weight, Grouped) else 0
 
 
 def _native_part(weight: Dense | Blocks | Grouped) -> Struct:

@@ -34,9 +34,8 @@ _PACK_OFFSET, _ADVANCE_OFFSET = 8 * 5, 8 * 7
 class Steps(stock.Steps):
     """`ops.steps.Steps` in C++, for one `SlotState` and one thread.
 
-    Each method writes the addresses of its tensors to a reused C struct, and passes the struct's
-    address; tensors that are not contiguous or not int64 are copied first. `shift` and
-    `join_drafts`, for drafting pass by pass in stock operators, are inherited.
+    A method writes the addresses of its tensors, which are copied if not contiguous or not int64,
+    to a reused C struct. `shift` and `join_drafts`, for drafting pass by pass, are inherited.
     """
 
     def __init__(self, state: SlotState) -> None:
@@ -113,8 +112,8 @@ class Steps(stock.Steps):
         size = tokens.slot_B.numel() + deciding * (width + 3)
         outcome = from_numpy(empty(size, _NUMPY_INT64))  # takes a third less than `torch.empty`
         _fill_6(
-            self._step, _ADVANCE_OFFSET, token_BK1.data_ptr(), accepted_B.data_ptr(), finite_B.data_ptr(),
-            outcome.data_ptr(), deciding, width - 1,
+            self._step, _ADVANCE_OFFSET, token_BK1.data_ptr(), accepted_B.data_ptr(),
+            finite_B.data_ptr(), outcome.data_ptr(), deciding, width - 1,
         )  # fmt: skip
         if status := self._advance(self._step_at):
             library.check(status, self._advance)
@@ -143,7 +142,7 @@ class Steps(stock.Steps):
         return token_BK, num_B
 
     def _set_tokens(self, tokens: StepTokens) -> None:
-        """Write the addresses of `tokens` to `Step`, once if `pack` and `advance` get one object."""
+        """Write the addresses of `tokens` to `Step`, once for calls with the same object."""
         slot_B, num_tokens_B, of_B, num_D = tokens
         if not (
             slot_B.is_contiguous() and num_tokens_B.is_contiguous() and num_D.is_contiguous()
@@ -161,10 +160,7 @@ class Steps(stock.Steps):
 
 
 class _Batches:
-    """Reused memory of packed batches, and the tensors that view it.
-
-    address: the address of the C struct `Packed`
-    """
+    """Reused memory of packed batches, the tensors that view it, and its C struct `Packed`."""
 
     def __init__(self) -> None:
         # `Packed`: address and capacity of the memory; sizes of the latest batch: T, N, B, L.

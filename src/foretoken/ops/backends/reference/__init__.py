@@ -1,7 +1,6 @@
 """The fp64 oracle: each op as its paper and the contract define it, a row at a time.
 
-Readability comes before speed. No mathematics is shared with the backends that are tested against
-this one: noise, filters and rules are written again.
+It shares no mathematics with the backends that are tested against it.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ def load() -> Kernels:
     from foretoken.ops.backends.torch import steps
 
     return Kernels(
-        process_logits=process.process_logits,
-        sample=sample.sample,
-        draft=sample.draft,
-        verify=verify.verify,
-        evidence=verify.evidence,
-        logprobs=process.logprobs,
-        attention=attention.attention,
-        steps=steps.Steps,
-    )
+        process_logits=process.process_logits, sample=sample.sample, draft=sample.draft,
+        verify=verify.verify, evidence=verify.evidence, logprobs=process.logprobs,
+        attention=attention.attention, steps=steps.Steps,
+    )  # fmt: skip

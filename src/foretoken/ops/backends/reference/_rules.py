@@ -74,8 +74,7 @@ RULES: dict[Rule, Callable[[list[Row], list[Draft], list[float], list[float]], O
     Rule.STANDARD: standard,
     Rule.BLOCK: block,
     # Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative
-    # decoding": accept x_i if it equals the target's own draw. `standard` does that, since the
-    # caller passes p as one-hot at the own draw, and q as one-hot at x_i.
+    # decoding": accept x_i if it is the target's draw, at which p is one-hot, as q is at x_i.
     Rule.COUPLED: standard,
     Rule.SYNTHETIC: synthetic,
 }

@@ -2,8 +2,6 @@
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011). Counter = (group,
 position, draft index, stream); key = low and high half of the sample's 64-bit noise key.
-
-Shapes: M draws.
 """
 
 from __future__ import annotations

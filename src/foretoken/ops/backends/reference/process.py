@@ -47,10 +47,8 @@ def edit(row: Row, edits: Edits, n: int) -> None:
 
 
 def filter_row(row: Row, params: SlotParams, slot: int) -> None:
-    """Apply a slot's temperature and filters in place; at T=0 the row does not change.
-
-    A row that is not finite is divided by the temperature, but not filtered.
-    """
+    """Apply a slot's temperature and filters in place; nothing at T=0, no filter if the row is not
+    finite."""
     temperature = float(params.temperature_S[slot])
     if temperature == 0:
         return

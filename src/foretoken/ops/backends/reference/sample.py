@@ -1,8 +1,8 @@
 """Gumbel-max sampling in fp64, one row at a time; writing the q of drafts to the cache, reading it.
 
-argmax_v (logit_v + G_v) with independent standard Gumbel G_v is a draw from softmax(logit)
-(Gumbel 1954; Maddison et al. 2014). Drawing a block of the vocabulary in this way, then a token of
-the block, gives the same distribution, since P(block) P(token | block) = P(token).
+argmax_v (logit_v + G_v) with independent standard Gumbel G_v is a draw from softmax(logit) (Gumbel
+1954; Maddison et al. 2014); so is first a block of the vocabulary, then a token of the block, since
+P(block) P(token | block) = P(token).
 """
 
 from __future__ import annotations
@@ -67,10 +67,8 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
         row = row - row.max()  # noise added to 1e30 would be rounded away
 
     def gumbel_argmax(score: Row, first: int, stream: Stream) -> int:
-        """The id with the largest score + noise, where score[i] belongs to id first + i.
-
-        An id with score -inf is never drawn; if all scores are -inf, the result is `first`.
-        """
+        """The id with the largest score + noise, where score[i] belongs to id first + i. An id with
+        score -inf is never drawn, but the result is `first` if all scores are -inf."""
         index = first + np.flatnonzero(score > -np.inf)
         if len(index) == 0:
             return first
@@ -86,10 +84,8 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
 
 
 class Draft(NamedTuple):
-    """A draft x, q(x), and q over the target's V ids (x may be >= V).
-
-    q(x) is NaN if the drafter's logits are not finite, and 0 if x may not be drafted.
-    """
+    """A draft x, q(x), and q over the target's V ids (x may be >= V). q(x) is NaN if the drafter's
+    logits are not finite, and 0 if x may not be drafted."""
 
     x: int
     q_x: float

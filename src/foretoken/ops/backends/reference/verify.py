@@ -1,7 +1,6 @@
 """Speculative sampling as in the papers, in fp64, one request at a time; evidence of a verdict.
 
-The rules are in `_rules.py`. This file computes p, q and u for them, and draws the token y after
-the accepted drafts: y ~ norm(max(w p - q, 0)) after a rejected draft, y ~ p after the last draft.
+After the accepted drafts comes y ~ norm(max(w p - q, 0)) if a draft was rejected, else y ~ p.
 """
 
 from __future__ import annotations

@@ -46,9 +46,8 @@ class _Call:
 
 _Plans = dict[tuple[int | None, torch.dtype], list[_Call]]
 
-# The latest batch, which all layers of a pass share, and its plans by window and dtype. The batch
-# is kept alive so that no other object can have its identity. The tuple is replaced in one
-# assignment, so that a race between threads can only cause a second planning.
+# The latest batch, which all layers of a pass share, kept alive so that no other object can have
+# its identity; and its plans by window and dtype. Threads that replace the tuple only plan twice.
 _latest: tuple[AttentionBatch | None, _Plans] = (None, {})
 
 
@@ -138,11 +137,8 @@ def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list
 
 
 def _groups(start_B1: list[int], length_B: list[int]) -> Iterator[list[int]]:
-    """The requests, grouped by number of queries, and split where padding outweighs the keys.
-
-    In each part of a split group the longest request has at most twice the length of the shortest,
-    or fewer than 128 tokens.
-    """
+    """The requests, grouped by number of queries. A group with more padding than keys is split by
+    length: up to twice the shortest, or below 128 tokens."""
     by_queries: dict[int, list[int]] = {}
     for b, (start, end) in enumerate(pairwise(start_B1)):
         by_queries.setdefault(end - start, []).append(b)

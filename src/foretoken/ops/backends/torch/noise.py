@@ -35,10 +35,7 @@ class RowNoise(NamedTuple):
         return RowNoise(key_N, position_N, draft_index_N, token_N, block_N, self.fp64)
 
     def tokens(self, first_N: Tensor, count: int) -> Tensor:
-        """Gumbel noise of ids first_N, ..., first_N + count - 1: float64 [N, count].
-
-        first_N: multiples of 4
-        """
+        """Gumbel noise of ids first_N (a multiple of 4), first_N + 1, ...: float64 [N, count]."""
         return self._gumbel(first_N, count, self.token_stream_N)
 
     def blocks(self, count: int) -> Tensor:

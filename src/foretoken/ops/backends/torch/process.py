@@ -4,8 +4,7 @@ Every filter keeps the logits at or above some value, ties included. So all filt
 combined into one threshold, in units of raw logits.
 
 Shapes: N rows of the call, R rows processed at a time, V vocabulary, W the vocabulary padded to
-whole blocks (to a multiple of 4 if it is smaller than a block), D values of a digit, M entries,
-T likeliest tokens.
+blocks (to a multiple of 4 if smaller), D values of a digit, M entries, T likeliest tokens.
 """
 
 from __future__ import annotations
@@ -121,7 +120,10 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
     threshold_R = torch.full_like(samples_R, -torch.inf, dtype=torch.float32)
     if min_p_on_R.any():
         exact_R = x_RW.amax(dim=1) + temperatures(params, slot_R) * min_p_R.log()
-        threshold_R = torch.where(min_p_on_R, _round_up(exact_R), threshold_R)
+        near_R = exact_R.float()  # rounded up, so that a float32 is >= it iff it is >= `exact_R`
+        above_R = near_R.nextafter(torch.full_like(near_R, torch.inf))
+        near_R = torch.where(near_R < exact_R, above_R, near_R)
+        threshold_R = torch.where(min_p_on_R, near_R, threshold_R)
         weight_RW *= x_RW >= threshold_R[:, None]
     if top_k_on_R.any():
         top_k_R1 = torch.where(top_k_on_R, params.top_k_S[slot_R], 1)[:, None]
@@ -129,8 +131,7 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
         kth_R = best_RK.gather(1, top_k_R1 - 1)[:, 0]
         threshold_R = torch.where(top_k_on_R, threshold_R.maximum(kth_R), threshold_R)
         weight_RW *= x_RW >= threshold_R[:, None]
-        # The last logit of the nucleus: the first at which the sum of weights is at least top_p of
-        # the total. If only ties of the k-th logit bring the sum there, it is the k-th.
+        # The nucleus ends where the sum of weights is top_p of the total, or at the k-th logit.
         sum_RK = weight_RW.gather(1, id_RK).cumsum(dim=1)
         is_below_RK = sum_RK < (top_p_R * weight_RW.sum(dim=1))[:, None]
         place_R1 = is_below_RK.sum(dim=1, keepdim=True).clamp_(max=is_below_RK.shape[1] - 1)
@@ -146,13 +147,6 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
     return threshold_R
 
 
-def _round_up(exact_R: Tensor) -> Tensor:
-    """The least float32 >= a float64; so a float32 is >= the result iff it is >= the float64."""
-    out_R = exact_R.float()
-    next_R = out_R.nextafter(torch.full_like(out_R, torch.inf))
-    return torch.where(out_R < exact_R, next_R, out_R)
-
-
 def as_ordered_int(x: Tensor) -> Tensor:
     """Integers in the same order as the float32 `x`; 0.0 and -0.0 become equal."""
     bits = (x + 0.0).view(torch.int32)
@@ -162,9 +156,8 @@ def as_ordered_int(x: Tensor) -> Tensor:
 def _nucleus_end(key_RW: Tensor, weight_RW: Tensor, least_R: Tensor) -> Tensor:
     """The largest logit of each row such that the logits at or above it weigh at least `least_R`.
 
-    key_RW: the logits by `as_ordered_int`. A radix search by digits of 11, 11 and 10 bits: find the
-    digit at which the sum of weights, from the largest digit on, is at least `least_R`; then search
-    among the keys with that prefix. The search takes 2 ns per logit, a sort 35.
+    A radix search by digits of 11, 11 and 10 bits of `as_ordered_int` keys, each digit among the
+    keys that begin with the digits found before it. It takes 2 ns per logit, a sort 35.
     """
     digit_RW = (key_RW >> 21).add_(1024)
     mass_RD = weight_RW.new_zeros(len(key_RW), 2048).scatter_add_(1, digit_RW.long(), weight_RW)
@@ -183,11 +176,8 @@ def _nucleus_end(key_RW: Tensor, weight_RW: Tensor, least_R: Tensor) -> Tensor:
 
 
 def _digit_of_end(mass_RD: Tensor, least_R: Tensor, above_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The digit at which the sum of masses, from the largest digit on, is at least `least_R`.
-
-    The sum starts with `above_R`, the mass of all keys with a larger prefix. Also returns the sum
-    before this digit.
-    """
+    """The digit at which the sum of masses, from the largest digit on, is at least `least_R`; and
+    the sum before this digit. Sums start with `above_R`, the mass of keys with a larger prefix."""
     sum_RD = above_R[:, None] + mass_RD.flip(1).cumsum(dim=1)
     is_below_RD = sum_RD < least_R[:, None]
     # Due to rounding, the masses of all digits may sum to less than `least_R`: then take digit 0.

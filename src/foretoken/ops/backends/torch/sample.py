@@ -83,9 +83,7 @@ def draw(weight_RW: Tensor, flat_R: Tensor, noise: RowNoise) -> Tensor:
     """One token per row with probability proportional to its weight, the lowest id on ties.
 
     Weights are float64, the largest near 1; one that underflows to 0 could not win with any noise.
-    A row that is not finite gives some id in [0, V).
-
-    flat_R: whether the row draws flat noise instead of hierarchical noise
+    A row that is not finite gives some id in [0, V). `flat_R`: whether the row draws flat noise.
     """
     if weight_RW.shape[1] <= BLOCK:  # a single block needs no draw of a block
         gumbel_RW = noise.tokens(torch.zeros_like(noise.key_N), weight_RW.shape[1])
@@ -100,10 +98,8 @@ def draw(weight_RW: Tensor, flat_R: Tensor, noise: RowNoise) -> Tensor:
 
 
 def _draw_hierarchical(weight_RW: Tensor, noise: RowNoise) -> Tensor:
-    """Draw a block by the argmax of log-mass + Gumbel noise, then a token of the block likewise.
-
-    P(block) P(token | block) = P(token), with noise for only V/1024 blocks and 1024 tokens.
-    """
+    """Draw a block by the argmax of log-mass + Gumbel noise, then a token of the block likewise:
+    P(block) P(token | block) = P(token), with noise for only V/1024 blocks and 1024 tokens."""
     weight_RJB = weight_RW.view(len(weight_RW), -1, BLOCK)
     mass_RJ = weight_RJB.sum(dim=2)
     block_R = (mass_RJ.log() + noise.blocks(mass_RJ.shape[1])).argmax(dim=1)
@@ -113,10 +109,8 @@ def _draw_hierarchical(weight_RW: Tensor, noise: RowNoise) -> Tensor:
 
 
 def _draw_flat(weight_RW: Tensor, noise: RowNoise) -> Tensor:
-    """The id with the largest log-weight + Gumbel noise, the lowest on ties.
-
-    Only the groups that contain a weight above 0 get noise.
-    """
+    """The id with the largest log-weight + Gumbel noise, the lowest on ties; noise is computed only
+    for groups that contain a weight above 0."""
     weight_RGP = weight_RW.view(len(weight_RW), -1, noise.per_group)
     row_M, group_M = (weight_RGP > 0).any(dim=2).nonzero(as_tuple=True)
     first_M = group_M * noise.per_group

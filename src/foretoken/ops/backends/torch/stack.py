@@ -1,7 +1,5 @@
 """A stack in stock operators: portable, readable, the reference for other backends.
 
-`StockStack.run` is a pass; training calls its parts, too.
-
 Shape suffixes: as in `ops/stack.py`; H heads, I columns of a gated layer, W input size of a mixer.
 """
 
@@ -177,16 +175,13 @@ def vectors(embedding: Weight, token_T: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, linear: Linear) -> Tensor:
-    """The product of x [..., in] with a layer: [..., out].
-
-    For weights in blocks or groups, every backend first rounds x to eight bits (`round_rows`).
-    """
+    """The product of x [..., in] with a layer: [..., out]. With weights in blocks or groups, every
+    backend first rounds x to eight bits (`round_rows`)."""
     weight, bias = linear.weight, linear.bias
     if isinstance(weight, Joined):
         outputs = torch.cat([multiply(x, Linear(part)) for part in weight.parts], dim=-1)
         return outputs if bias is None else outputs + bias
-    if not isinstance(weight, Dense):
-        weight = decoded(weight)
+    weight = decoded(weight)
     if weight.rounds:
         x = round_rows(x)
     if weight.values.is_mkldnn:

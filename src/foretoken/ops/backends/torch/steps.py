@@ -32,7 +32,7 @@ class Steps:
             if not fits:
                 requested = requests.num_B.tolist()
                 raise IntegrityError(f"{num_B.tolist()} drafts, but at most {requested} requested")
-        self._write_tokens(requests.slot_B, requests.position_B, num_B, token_BK.clamp(0, last_id))
+        self._store(requests.slot_B, requests.position_B, num_B, token_BK.clamp(0, last_id))
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
         num_rows_B = tokens.num_D + 1
@@ -47,7 +47,7 @@ class Steps:
         slot_B, (token_BK1, accepted_B, finite_B) = tokens.slot_B, verdict
         decides_B = torch.ones_like(finite_B)
         if (decider_B := tokens.of_B) is not None:
-            # The verdict by request: zeros, at index -1, for a request that does not decide.
+            # Rows of the verdict by request: zeros where the request does not decide (index -1).
             token_BK1, decides_B = pad(token_BK1, (0, 0, 0, 1))[decider_B], decider_B >= 0
             accepted_B = pad(accepted_B, (0, 1))[decider_B]
             finite_B = pad(finite_B, (0, 1))[decider_B]
@@ -55,7 +55,7 @@ class Steps:
         length_B, limit_B = state.length_S[slot_B], state.limit_S[slot_B]
         computed_B, continues_B = state.computed_S[slot_B], length_B < limit_B
         end_B = length_B + (accepted_B + finite_B) * continues_B
-        self._write_tokens(slot_B, length_B, end_B - length_B, token_BK1)
+        self._store(slot_B, length_B, end_B - length_B, token_BK1)
         state.computed_S[slot_B] = computed_B + (tokens.num_tokens_B + accepted_B) * continues_B
         state.length_S[slot_B] = end_B
         state.limit_S[slot_B] = torch.where(continues_B & decides_B & ~finite_B, end_B, limit_B)
@@ -134,20 +134,14 @@ class Steps:
         return token_BK.masked_fill(index_K >= num_B[:, None], -1), num_B
 
     def _spare_if_done(self, slot_B: Tensor) -> Tensor:
-        """The slots, but the spare slot instead of each that may have no more tokens.
-
-        The last token of such a slot need not be computed, and may have no block.
-        """
+        """The slots, but the spare slot for each that may have no more tokens: its last token need
+        not be computed, and may have no block."""
         continues_B = self._state.length_S[slot_B] < self._state.limit_S[slot_B]
         return torch.where(continues_B, slot_B, len(self._state.length_S) - 1)
 
-    def _write_tokens(
-        self, slot_B: Tensor, first_B: Tensor, num_B: Tensor, token_BJ: Tensor
-    ) -> None:
-        """Write the first `num_B` tokens of each row to positions first_B, first_B + 1, ...
-
-        The rest of the row goes to a cell that is never read: the spare slot's last.
-        """
+    def _store(self, slot_B: Tensor, first_B: Tensor, num_B: Tensor, token_BJ: Tensor) -> None:
+        """Write the first `num_B` tokens of each row to positions first_B, first_B + 1, ... of its
+        slot, and the other tokens to a cell that is never read, the last one of the spare slot."""
         spare, end = self._state.token_SL.shape[0] - 1, self._state.token_SL.shape[1] - 1
         index_J = torch.arange(token_BJ.shape[1], device=token_BJ.device)
         is_written_BJ = index_J < num_B[:, None]

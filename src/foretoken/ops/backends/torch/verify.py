@@ -1,8 +1,7 @@
 """Verification in three stages: reductions per row -> a rule -> one draw per request; its evidence.
 
-q(x) is read from the cache as one number. p(x) takes a pass over the row of every draft with a q,
-and the token after the accepted drafts takes one more pass. The block rule reads p and q of every
-draft except the first once more, for its residual masses.
+q(x) is one number of the cache. p(x) takes a pass over the row of every draft with a q, and the
+token after the accepted drafts one more; the block rule reads p and q of each later draft twice.
 
 Shapes: B requests, K columns of drafts, N rows, V vocabulary, W the vocabulary padded to whole
 blocks, M drafts or rows as a flat list, R drafts, rows or requests processed at a time, J rows of a
@@ -83,10 +82,8 @@ def verify(inputs: VerifyBatch) -> Verdict:
 
 
 def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Stages (i) and (ii), reductions and rule: n_accept_B, rejected_B, log_w_B.
-
-    rejected_B: whether the last token replaces a draft that has a q: it is drawn from the residual
-    log_w_B:    log of the residual's weight
+    """Stages (i) and (ii), reductions and rule: n_accept_B; rejected_B, whether the last token
+    replaces a draft that has a q, and is drawn from the residual; log_w_B, the residual's weight.
     """
     zero_B, rules = torch.zeros_like(batch.first_row_B), batch.inputs.params.rules
     if batch.token_BK.shape[1] == 0:  # plain decoding
@@ -114,11 +111,9 @@ def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _log_q(batch: Batch) -> Tensor:
-    """log q(x_i), [B, K]: 0 if q is one-hot; for a real q raw logit / T - LSE, from the cache.
-
-    It is -inf (q = 0) if there is no draft i, if the draft row is not finite, or if x_i is outside
-    the drafter's vocabulary or below the threshold; and for all later drafts of the request.
-    """
+    """log q(x_i), [B, K]: 0 if q is one-hot, else from the cache. It is -inf (q = 0) if there is no
+    draft i, if the draft row is not finite, or if x_i is outside the drafter's vocabulary or below
+    the threshold; and for all later drafts of the request."""
     token_BK, inputs = batch.token_BK, batch.inputs
     index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
     is_draft_BK = (index_K < inputs.drafts.num_B[:, None]) & (token_BK >= 0)
@@ -136,10 +131,8 @@ def _log_q(batch: Batch) -> Tensor:
 def _cached_log_q(
     cache: DraftCache, params: SlotParams, slot_R: Tensor, index_J: Tensor, token_RJ: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of draft rows `index_J` of slots: log q of a token, whether q keeps the token, and the LSE.
-
-    Log q of a token that is not kept may be anything.
-    """
+    """Of draft rows `index_J` of slots: log q of a token, if q keeps the token; whether q keeps it;
+    the LSE."""
     entry, width = (slot_R[:, None], index_J), cache.logits_SKV.shape[2]
     raw_RJ = cache.logits_SKV[(*entry, token_RJ.clamp(0, width - 1))].float()
     lse_RJ = cache.lse_SK[entry]
@@ -185,10 +178,8 @@ def _uniforms(inputs: VerifyBatch, slot_R: Tensor, position_R: Tensor) -> Tensor
 
 
 def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tensor:
-    """S_{i-1} = sum_x max(w_{i-1} p(x) - q(x), 0) of the row of x_i, [B, K], for the block rule.
-
-    It is 0 where p is not finite, and where the rule does not read S: for x_1, if q = 0, at T=0.
-    """
+    """S_{i-1} = sum_x max(w_{i-1} p(x) - q(x), 0) of the row of x_i, [B, K], for the block rule; 0
+    where p is not finite, and where the rule does not read S: for x_1, if q = 0, at T=0."""
     log_w_BK, mass_BK = log_w_BK1[:, :-1], torch.zeros_like(log_q_BK)
     is_read_BK = (log_q_BK > -torch.inf) & (log_w_BK > -torch.inf)
     is_read_BK &= ((batch.rule_B == Rule.BLOCK) & ~batch.one_hot_p_B)[:, None]
@@ -203,10 +194,8 @@ def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tenso
 
 
 def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R: Tensor) -> Tensor:
-    """max(w p - q, 0) in the rows of drafts i_R of requests b_R, float64 [R, W].
-
-    weight_RW: the weights of p, not normalised
-    """
+    """max(w p - q, 0) in the rows of drafts i_R of requests b_R, float64 [R, W]; `weight_RW`: the
+    weights of p, not normalised."""
     rest_RW = weight_RW * (log_w_R.exp() / weight_RW.sum(dim=1))[:, None]
     token_R, real_R = batch.token_BK[b_R, i_R], batch.real_q_B[b_R]
     cache = batch.inputs.drafts.cache
@@ -230,11 +219,9 @@ def _q_rows(
 
 
 def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -> Tensor:
-    """Stage (iii): draw the token after the i_B accepted drafts, int64 [B].
-
-    In place of a rejected draft that has a q, it is drawn with RESIDUAL noise from the residual, or
-    from p if the residual has no mass. Otherwise it is drawn from p with TARGET noise.
-    """
+    """Stage (iii): the token after the i_B accepted drafts, int64 [B]. In place of a rejected draft
+    that has a q, it is drawn with RESIDUAL noise from the residual, or from p if the residual has
+    no mass; otherwise with TARGET noise from p."""
     row_B, last_B = batch.first_row_B + i_B, torch.empty_like(i_B)
     b = (~rejected_B).nonzero()[:, 0]
     if len(b):
@@ -277,11 +264,8 @@ class _Subset(NamedTuple):
 def evidence_by(
     process_logits: _ProcessLogits, logprobs: _Logprobs
 ) -> Callable[[VerifyBatch, Verdict, Tensor], Evidence]:
-    """Make `Backend.evidence` for a backend that has these functions.
-
-    It waits for no device, since its shapes do not depend on tensors' values. On a GPU it runs
-    outside of captured graphs.
-    """
+    """Make `Backend.evidence` for a backend that has these functions; it waits for no device, since
+    its shapes do not depend on the values of tensors."""
 
     def evidence(inputs: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
         most_logits = (inputs.drafts.token_BK.shape[1] + 1) * inputs.logits_NV.shape[1]
@@ -338,10 +322,8 @@ def _p_of_tokens(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> tuple[T
 
 
 def _q_of_tokens(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> Tensor:
-    """q of tokens in draft rows `index_RJ`, from the cache: float64, NaN if the row is not finite.
-
-    Without a cache it is 1.
-    """
+    """q of tokens in draft rows `index_RJ`, from the cache: float64; NaN if the row is not finite,
+    1 without a cache."""
     cache, params = subset.inputs.drafts.cache, subset.inputs.params
     if cache is None:
         return torch.ones_like(token_RJ, dtype=torch.float64)
@@ -371,10 +353,8 @@ def _q_of_last(subset: _Subset, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tens
 
 
 def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Tensor:
-    """S_i of the block rule for drafts with a draft after them, [R, K - 1]; NaN elsewhere.
-
-    For a one-hot q, S_i is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary.
-    """
+    """S_i of the block rule for drafts with a draft after them, [R, K - 1]; NaN elsewhere. For a
+    one-hot q, S_i is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary."""
     params, cache, most = subset.inputs.params, subset.inputs.drafts.cache, p_RK.shape[1]
     is_draft_RK = q_RK > 0
     log_q_RK = torch.where(is_draft_RK, q_RK, 0.0).log()

@@ -142,7 +142,10 @@ class Steps(stock.Steps):
         return token_BK, num_B
 
     def _set_tokens(self, tokens: StepTokens) -> None:
-        """Write the addresses of `tokens` to `Step`, once for calls with the same object."""
+        """Write the addresses of `tokens` to `Step`.
+
+        If `pack` and `advance` get the same object, this is done once for both.
+        """
         slot_B, num_tokens_B, of_B, num_D = tokens
         if not (
             slot_B.is_contiguous() and num_tokens_B.is_contiguous() and num_D.is_contiguous()
@@ -151,7 +154,7 @@ class Steps(stock.Steps):
             of_B = None if of_B is None else of_B.contiguous()
             slot_B, num_tokens_B = slot_B.contiguous(), num_tokens_B.contiguous()
             tokens = StepTokens(slot_B, num_tokens_B, of_B, num_D.contiguous())
-        # Of copies, this is not the caller's object: the next call will copy the tensors again.
+        # If they are copies, the next call does not find its own object here, and copies again.
         self._latest_tokens = tokens
         _fill_5(
             self._step, 0, slot_B.data_ptr(), num_tokens_B.data_ptr(),

@@ -39,10 +39,10 @@ struct Drafts {
 
 // `ops.steps.StepTokens`.
 struct StepTokens {
-  const int64_t *slot_B, *num_tokens_B, *of_B, *num_D;
+  const int64_t *slot_B, *num_tokens_B, *decider_B, *num_D;
   int64_t requests;
 
-  int64_t decider(int64_t b) const { return of_B ? of_B[b] : b; }  // -1: b does not decide
+  int64_t decider(int64_t b) const { return decider_B ? decider_B[b] : b; }  // -1: b does not decide
 };
 
 // Memory for the tensors of a batch. Sizes are always written, tensors only if the capacity is sufficient.

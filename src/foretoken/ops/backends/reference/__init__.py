@@ -1,7 +1,4 @@
-"""The fp64 oracle: each op as its paper and the contract define it, a row at a time.
-
-It shares no mathematics with the backends that are tested against it.
-"""
+"""The fp64 oracle: each op as its paper states it, sharing no mathematics with other backends."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Gumbel-max sampling of raw logits: argmax, flat, or hierarchical over blocks.
 
-Shapes: N rows of the call, M rows that are drawn from, R rows that are processed at a time, V
-vocabulary, W the vocabulary padded to whole blocks, B requests, J blocks of a row, G groups of
-noise, P draws of a group.
+Shapes: N rows of the call, M rows that are drawn from, R rows processed at a time, W the vocabulary
+padded to whole blocks, B requests, J blocks of a row, G groups of noise, P draws of a group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// The status of functions that Python calls by ctypes, which are `extern "C"`, at the end of their files.
+// The status of functions that Python calls by ctypes: those in `extern "C"`, at the end of files.
 #pragma once
 #include <cstdio>
 #include <new>

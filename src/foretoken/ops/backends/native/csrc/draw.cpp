@@ -157,9 +157,9 @@ int64_t draw_listed(const std::vector<ListedToken>& list, const Noise& noise, in
 thread_local std::vector<ListedToken> scratch_list;
 thread_local std::vector<float> scratch_masses, scratch_noise;
 
-// argmax of log-mass + noise over the blocks of a row, after `measure_peaks`. bound_J: upper bounds of the
-// scores of blocks, first from 1024 times the largest token, then from `mass_bound`. Of 149 blocks of
-// normal logits 18 get the second bound, and 4.5 are measured (decision 011).
+// argmax of log-mass + noise over the blocks of a row, after `measure_peaks`. bound_J: upper bounds of
+// the scores of blocks, first from 1024 times the largest token, then from `mass_bound`. Of 149 blocks
+// of normal logits 18 get the second bound, and 4.5 are measured (decision 011).
 int64_t draw_block(const Distribution& d, const Noise& noise) {
   std::vector<float>& bound_J = scratch_masses;
   std::vector<float>& gumbel_J = scratch_noise;
@@ -233,9 +233,9 @@ double Draft::log_of(int64_t id, float temperature) const {
   return std::isfinite(log_q) ? log_q : kLogZero;
 }
 
-// The sum of max(p - q / w, 0) over block j, relative to p at the block's largest logit; if `logs`, writes
-// the logarithms of the summands to `out`, relative to p at the row's largest logit. log(w p - q) = log p +
-// log w + log(1 - e^d) with d = log q - log p - log w, the difference of the raw logits / T minus `shift_`.
+// The sum of max(p - q / w, 0) over block j, relative to p at the block's largest logit. If `logs`:
+// writes log(w p - q), relative to p at the row's largest logit, to `out`. It is log p + log w +
+// log(1 - e^d) with d = log q - log p - log w, the difference of the raw logits / T minus `shift_`.
 template <bool logs>
 float Residual::sum_block(int64_t j, float* out) const {
   alignas(64) float p_buffer[kBlock], q_buffer[kBlock];

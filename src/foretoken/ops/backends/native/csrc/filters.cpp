@@ -1,6 +1,6 @@
 // Thresholds of min-p, top-k and top-p in raw logits: exact, ties kept. The k-th largest of many maxima
-// is a lower bound of the k-th largest logit: one pass leaves few candidates, among which top-k and top-p
-// are decided. The row is read again only if top-p is the only filter and keeps many tokens.
+// is a lower bound of the k-th largest logit, so that one pass leaves few candidates for top-k and top-p.
+// The row is read again only if top-p is the only filter and keeps many tokens.
 #include <algorithm>
 #include "distribution.h"
 
@@ -59,8 +59,8 @@ IntVec buckets_of(const Distribution& d, Vec x) {
   return __builtin_convertvector(min(place, splat(kBuckets - 1)), IntVec);
 }
 
-// `nucleus_end` of a nucleus too large for a list: finds its last bucket, then searches in it. Tokens that
-// weigh less than (1 - p) / V of `total`, the mass of the row, are together less than 1 - p: not read.
+// `nucleus_end` of a nucleus too large for a list: finds its last bucket, then searches in it. Tokens
+// below (1 - p) / V of `total`, the mass of the row, are not read: together they have less than 1 - p.
 float wide_nucleus_end(const Distribution& d, double top_p, double total) {
   std::vector<double> bucket(kBuckets);
   const double least = std::log((1 - top_p) * total / static_cast<double>(d.row.size)) - 1e-3;
@@ -94,7 +94,7 @@ float wide_nucleus_end(const Distribution& d, double top_p, double total) {
   return values.empty() ? kMinusInfinity : nucleus_end(d, values, left);
 }
 
-// List the kept tokens if they are few, else measure blocks. `complete`: whether `d.kept` has all of them.
+// List the kept tokens if they are few, else measure blocks. `complete`: whether `d.kept` has them all.
 void list_or_measure(Distribution& d, bool complete) {
   if (complete) {
     const auto end = std::remove_if(d.kept.begin(), d.kept.end(), [&](const Token& token) {

@@ -1,6 +1,6 @@
 // Weights as stored in files: plain numbers, or blocks that share scales (GGUF, compressed-tensors). A
-// block format stores integers, the codes, and for 32 inputs of an output a scale and a minimum, which may
-// be products of a float of the block and a small integer: weight = scale * (code - offset) - minimum.
+// block format stores integers, the codes; and for 32 inputs of an output a scale and a minimum, perhaps
+// as products of a float of the block and a small integer: weight = scale * (code - offset) - minimum.
 #pragma once
 #include <cstdint>
 

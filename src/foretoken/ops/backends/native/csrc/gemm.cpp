@@ -34,8 +34,8 @@ uint8_t* Arena::take(int64_t bytes) {
 }
 
 Packed::Packed(int64_t outputs, int64_t inputs, Kind kind, int64_t group, Arena& arena)
-    : outputs(outputs), inputs(inputs), panels((outputs + kPanel - 1) / kPanel), group(group), kind(kind),
-      weights_(arena.take(size(outputs, inputs, kind, group))) {}
+    : outputs(outputs), inputs(inputs), panels((outputs + kPanel - 1) / kPanel), group(group),
+      kind(kind), weights_(arena.take(size(outputs, inputs, kind, group))) {}
 
 bool Packed::fill_panel(int64_t p, const FileRow* rows) {
   uint8_t* panel = weights_ + p * panel_size(inputs, kind, group);

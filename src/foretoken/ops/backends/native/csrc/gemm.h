@@ -51,7 +51,7 @@ bool fill_panel(Kind kind, const FileRow* rows, int64_t inputs, int64_t group, u
 // `count` rows (1 to kRows), starting with `first`, times a panel, into out[count][kPanel].
 void multiply_panel(const Activations& x, int64_t first, int64_t count, const Panel& panel, float* out);
 
-// The memory of a stack's weights: one piece, so that even small matrices lie in huge pages (decision 013).
+// Memory for the weights of a stack in one piece, for huge pages even of small matrices (decision 013).
 class Arena {
  public:
   Arena() = default;
@@ -67,8 +67,8 @@ class Arena {
   int64_t size_ = 0, taken_ = 0;
 };
 
-// A weight [N, K] as panels of kPanel outputs: [panels][K][kPanel] for plain numbers, else `Panel`s; 0 in
-// unused columns. A word of kBF16 holds the same lane of two adjacent vectors, the first in its low half.
+// A weight [N, K] as panels of kPanel outputs: [panels][K][kPanel] for plain numbers, else `Panel`s, with
+// 0 in unused columns. A word of kBF16 holds one lane of two adjacent vectors, the first in the low half.
 class Packed {
  public:
   Packed() = default;

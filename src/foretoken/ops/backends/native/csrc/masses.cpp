@@ -91,8 +91,8 @@ void measure_blocks(Distribution& d, int64_t first, int64_t step, IntVec* has_na
 
 int64_t padded_blocks(const Row& row) { return (row.blocks() + 63) / 64 * 64; }
 
-// Log-masses, from sums relative to each block's peak. Not inlined, since compilers would fuse operations
-// in some places only: `mass_of` would differ from `measure_masses` in the last bit, which decides ties.
+// Log-masses, from sums relative to each block's peak. Not inlined: compilers would fuse operations in
+// some places only, and `mass_of` differ from `measure_masses` in the last bit, which decides ties.
 __attribute__((noinline)) Vec log_mass(const Distribution& d, Vec sum, Vec peak) {
   return sum == Vec{} ? splat(kMinusInfinity) : log(sum) + (peak - d.top) * d.inverse;
 }

@@ -1,6 +1,6 @@
 // Noise by name: Philox4x32-10 (Salmon et al. 2011), counter = (group, position, draft index, stream),
-// key = the sample's noise key. Draw i is made of word i of a stream (groups have four words); in FP64 of
-// words 2i and 2i + 1.
+// key = the sample's noise key. Draw i is made of word i of a stream, where a group has four words; in
+// FP64 of words 2i and 2i + 1.
 #pragma once
 #include <cmath>
 #include "simd.h"
@@ -10,7 +10,7 @@ namespace foretoken {
 enum Stream { kTargetToken, kTargetBlock, kResidualToken, kResidualBlock, kDraftToken, kDraftBlock,
               kAccept };
 
-struct StreamName {
+struct StreamName {  // the key, and the words of the counter after the group
   uint32_t key[2];
   uint32_t position, draft_index, stream;
 };

@@ -28,9 +28,9 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::microseconds kSpin(50);
 constexpr std::chrono::microseconds kYield(600);
 
-// A part of the tiles of a job (a call of `parallel`): the same part in all jobs with equally many tiles.
+// A part of the tiles of a job (a call of `parallel`), equal in all jobs with equally many tiles.
 struct alignas(64) Share {
-  // High half: number of the job; low half: tiles that are left. Compare-and-swap takes a tile of this job.
+  // High half: number of the job; low half: tiles left. Compare-and-swap takes a tile of this job.
   std::atomic<uint64_t> ticket{0};
 };
 constexpr int kMostShares = 16;  // each thread looks at all of them in every job
@@ -149,7 +149,7 @@ std::atomic<int> num_threads{1};
 std::shared_ptr<Pool>& pool = *new std::shared_ptr<Pool>;
 
 // The pool of this process with `num_threads` threads. A replaced pool lives on while another Python
-// thread computes with it; a forked child leaks the pool of its parent, which has no threads there.
+// thread uses it; a forked child leaks the pool of its parent, since threads do not survive a fork.
 std::shared_ptr<Pool> current_pool() {
   std::lock_guard<std::mutex> lock(pool_lock);
   if (pool && pool->process != getpid()) new std::shared_ptr<Pool>(std::move(pool));

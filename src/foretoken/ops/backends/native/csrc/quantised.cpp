@@ -85,7 +85,7 @@ ByteVec shifted_right(ByteVec v, int bits) {  // the caller must mask off the up
   return (ByteVec)((ShortVec)v >> bits);
 }
 
-// The codes of inputs 4j to 4j + 3 of a step in each lane; AVX2 has no registers for those of a whole step.
+// The codes of inputs 4j to 4j + 3 of a step in each lane: AVX2 lacks registers for all codes of a step.
 template <int Bits>
 ByteVec codes_at(const uint8_t* from, int j) {
   const auto vector = [&](int i) { return load_as<ByteVec>(from + i * sizeof(ByteVec)); };

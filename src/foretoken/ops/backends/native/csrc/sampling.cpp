@@ -54,7 +54,7 @@ int64_t count_above(const Distribution& d, float limit) {
   return count;
 }
 
-// Write the likeliest tokens, of equal ones the lowest id first; then dropped tokens, if too few are kept.
+// Write the likeliest tokens, the lowest id first on ties; then dropped tokens, if too few are kept.
 void write_top(Distribution& d, const TopLogprobs& out, int64_t n) {
   if (!d.listed) {
     measure_peaks(d);

@@ -88,6 +88,6 @@ Distribution& scratch();
 // Whether a loop over these logits takes longer than waking the other threads, some 10 us.
 inline bool worth_waking(int64_t rows, int64_t vocabulary) { return rows * vocabulary > 100000; }
 
-// A draft from a row of raw draft logits; writes its q to its slot's entry of `cache`, which may be null.
+// A draft from a row of raw draft logits; writes its q to the cache, unless `cache` is null.
 int64_t draft_row(const Params& params, const Row& row, const NoiseName& name, const Cache* cache);
 }  // namespace foretoken

@@ -1,5 +1,5 @@
-// A stack of decoder layers of Llama and similar models, and its attention. With a `FeatureRule`, as in an
-// EAGLE-3 head, q, k and v of the first layer have twice as many inputs.
+// A stack of decoder layers of Llama and similar models, and its attention. With a `FeatureRule`, as in
+// an EAGLE-3 head, q, k and v of the first layer have twice as many inputs.
 #pragma once
 #include "gemm.h"
 #include "sampling.h"
@@ -16,8 +16,8 @@ struct AttentionBatch {
   const int64_t* blocks(int64_t b) const { return block_BL + b * columns; }
 };
 
-// Layout of the cache of a layer: keys [block][kv head][key_size][block_size], so that a vector holds one
-// dimension of several keys (up to 15 numbers after the last key are read but not used); values
+// Layout of the cache of a layer: keys [block][kv head][key_size][block_size], so that a vector holds
+// one dimension of several keys (up to 15 numbers after the last key are read but not used); values
 // [block][kv head][block_size][value_size].
 struct AttentionShape {
   int64_t heads, kv_heads, key_size, value_size, block_size;
@@ -121,8 +121,8 @@ class Stack {
   void set_fetches(Fetches fetches) { fetches_ = fetches; }
 
   // keys, values: a pointer per layer. features: null without a `FeatureRule`. Written unless null:
-  // logits [num_rows, vocabulary]; hidden [num_rows, hidden], the outputs of rows; aux, layers + 1 pointers
-  // to [num_tokens, hidden] or null: the inputs of each layer, the normed input of the output layer.
+  // logits [num_rows, vocabulary]; hidden [num_rows, hidden], the outputs of rows; aux, layers + 1
+  // pointers to [num_tokens, hidden] or null: the inputs of layers, the normed input of the output layer.
   void run(const Batch& batch, const Features* features, float* const* keys, float* const* values,
            float* logits, float* hidden, float* const* aux);
   // With a `FeatureRule`: run the rows of a target's pass that have a known token after them.
@@ -130,8 +130,8 @@ class Stack {
                float* const* keys, float* const* values);
   void logits_of(const float* hidden, int64_t rows, float* logits);
 
-  // Draft autoregressively. `first` computes the tokens that the cache lacks, with a row per request; its
-  // block table covers the drafts. With a `FeatureRule` only lengths and a block table by slot are read.
+  // Draft autoregressively. `first` computes the tokens that the cache lacks, with a row per request;
+  // its block table covers the drafts. With a `FeatureRule` only lengths and a table by slot are read.
   void draft(const Batch& first, float* const* keys, float* const* values, const DraftRound& r);
 
  private:

@@ -45,7 +45,7 @@ struct StepTokens {
   int64_t decider(int64_t b) const { return decider_B ? decider_B[b] : b; }  // -1: b does not decide
 };
 
-// Memory for the tensors of a batch. Sizes are always written, tensors only if the capacity is sufficient.
+// Memory for the tensors of a batch. Sizes are always written, tensors only if the capacity suffices.
 struct Packed {
   int64_t *memory, capacity, tokens, rows, requests, columns;
 
@@ -208,8 +208,7 @@ void advance(const Table& table, const Step& step) {
 
 // The end of an earlier occurrence of the last tokens, or -1: of the longest occurrences the latest that
 // `num` tokens follow, else the earliest.
-int64_t find_match(const int32_t* text, int64_t length, int64_t num, int64_t shortest,
-                   int64_t longest) {
+int64_t find_end(const int32_t* text, int64_t length, int64_t num, int64_t shortest, int64_t longest) {
   const int64_t last = length - 1;
   int64_t best = -1, size = 0;
   bool has_all = false;
@@ -289,7 +288,7 @@ int foretoken_steps_look_up(const Drafts* drafts, int64_t shortest, int64_t long
   for (int64_t b = 0; b < drafts->requests; b++) {
     const int32_t* text = table.tokens(drafts->slot_B[b]);
     const int64_t length = drafts->position_B[b], most = drafts->requested_B[b];
-    const int64_t end = most > 0 ? find_match(text, length, most, shortest, longest) : -1;
+    const int64_t end = most > 0 ? find_end(text, length, most, shortest, longest) : -1;
     const int64_t num = end < 0 ? 0 : std::min(most, length - 1 - end);
     int64_t* token_K = drafts->token_BK + b * drafts->most;
     std::copy(text + end + 1, text + end + 1 + num, token_K);

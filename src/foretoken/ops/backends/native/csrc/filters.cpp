@@ -1,5 +1,5 @@
 // Thresholds of min-p, top-k and top-p in raw logits: exact, ties kept. The k-th largest of many maxima
-// is a lower bound of the k-th largest logit, so that one pass leaves few candidates for top-k and top-p.
+// is a lower bound of the k-th largest logit: one pass leaves few candidates for top-k and top-p.
 // The row is read again only if top-p is the only filter and keeps many tokens.
 #include <algorithm>
 #include "distribution.h"

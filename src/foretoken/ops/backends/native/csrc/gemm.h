@@ -67,8 +67,8 @@ class Arena {
   int64_t size_ = 0, taken_ = 0;
 };
 
-// A weight [N, K] as panels of kPanel outputs: [panels][K][kPanel] for plain numbers, else `Panel`s, with
-// 0 in unused columns. A word of kBF16 holds one lane of two adjacent vectors, the first in the low half.
+// A weight [N, K] as panels of kPanel outputs: [panels][K][kPanel] for plain numbers, else `Panel`s;
+// unused columns are 0. A word of kBF16 holds one lane of two adjacent vectors, the first in the low half.
 class Packed {
  public:
   Packed() = default;

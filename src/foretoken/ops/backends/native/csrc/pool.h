@@ -1,7 +1,7 @@
 // Threads that share the tiles of one loop. Each thread begins with the same part in every loop, whose
 // weights may still be in its cache, and then helps the others: on two cores a speculative step takes 4
-// to 8 % less than with one queue. Tiles are taken one by one, so that a suspended thread delays one tile
-// only. (OpenMP waits for all threads at every loop: on 2 busy cores a step went from 7 to 77 ms.)
+// to 8 % less than with one queue. Tiles are taken one by one, so that a suspended thread delays only
+// one. (OpenMP waits for all threads at every loop: on 2 busy cores a step went from 7 to 77 ms.)
 #pragma once
 #include <cstdint>
 

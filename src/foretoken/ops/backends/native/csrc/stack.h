@@ -122,7 +122,7 @@ class Stack {
 
   // keys, values: a pointer per layer. features: null without a `FeatureRule`. Written unless null:
   // logits [num_rows, vocabulary]; hidden [num_rows, hidden], the outputs of rows; aux, layers + 1
-  // pointers to [num_tokens, hidden] or null: the inputs of layers, the normed input of the output layer.
+  // pointers to [num_tokens, hidden] or null: inputs of layers, the normed input of the output layer.
   void run(const Batch& batch, const Features* features, float* const* keys, float* const* values,
            float* logits, float* hidden, float* const* aux);
   // With a `FeatureRule`: run the rows of a target's pass that have a known token after them.

@@ -79,29 +79,31 @@ def evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidenc
     slot_N = slot_B.repeat_interleave(drafts.num_B + 1)
     rows = process_logits(Rows(logits_NV, params, slot_N, edits)).numpy()
     requests, columns = len(request_R), drafts.token_BK.shape[1]
-    widths = (columns + 1, columns + 1, columns, columns)
-    nans = (torch.full((requests, width), math.nan, dtype=torch.float64) for width in widths)
     token_RK = torch.full((requests, columns), -1, dtype=torch.int64)
-    out = Evidence(token_RK, *nans, torch.zeros(requests, dtype=torch.bool))
+    p_RK1, q_RK1, u_RK, mass_RK = (
+        torch.full((requests, width), math.nan, dtype=torch.float64)
+        for width in (columns + 1, columns + 1, columns, columns)
+    )
+    real_q_R = torch.zeros(requests, dtype=torch.bool)
     for r, b in enumerate(request_R.tolist()):
         s, num = int(slot_B[b]), int(drafts.num_B[b])
         slot, start = Slot.from_params(params, s, fp64_noise), int(position_B[b])
         p = [_p(row, slot) for row in rows[int(first_B[b]) :][: num + 1]]
         request_drafts = [draft_of(drafts, b, i, s, slot, rows.shape[1]) for i in range(num)]
         for i, (x, q_x, _) in enumerate(request_drafts):
-            token_RK[r, i], out.p_RK1[r, i], out.q_RK1[r, i] = x, probability(p[i], x), q_x
-            out.u_RK[r, i] = uniform_of(0, slot.key, start + i, i, Stream.ACCEPT, fp64_noise)
+            token_RK[r, i], p_RK1[r, i], q_RK1[r, i] = x, probability(p[i], x), q_x
+            u_RK[r, i] = uniform_of(0, slot.key, start + i, i, Stream.ACCEPT, fp64_noise)
         if slot.rule == Rule.BLOCK:
             for i, mass in enumerate(_masses(p, request_drafts)):
-                out.mass_RK[r, i] = mass
+                mass_RK[r, i] = mass
         tau = int(verdict.n_accept_B[b])
         y = int(verdict.token_BK1[b, tau])
         replaces = tau < num and request_drafts[tau].q_x > 0
-        out.p_RK1[r, columns] = probability(p[tau], y)
-        out.q_RK1[r, columns] = probability(request_drafts[tau].q, y) if replaces else 0.0
+        p_RK1[r, columns] = probability(p[tau], y)
+        q_RK1[r, columns] = probability(request_drafts[tau].q, y) if replaces else 0.0
         has_q = drafts.cache is not None and bool(drafts.real_q_B[b])
-        out.real_q_R[r] = has_q and not slot.is_one_hot
-    return out
+        real_q_R[r] = has_q and not slot.is_one_hot
+    return Evidence(token_RK, p_RK1, q_RK1, u_RK, mass_RK, real_q_R)
 
 
 def _p(row: Row, slot: Slot) -> Row:

@@ -75,7 +75,6 @@ Vec fetch_and_load(const float* at) {
   return load(at);
 }
 
-// The weights of input k in a panel.
 template <Kind S, Fetch F>
 void load_weights(const float* panel, int64_t k, Vec* w) {
   if constexpr (S == kF32) {

@@ -24,7 +24,6 @@ struct Verdict {
   bool* finite_B;
 };
 
-// One request of a batch.
 struct Request {
   const Params& params;
   const VerifyBatch& batch;

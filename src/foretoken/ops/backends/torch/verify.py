@@ -58,21 +58,21 @@ class Batch(NamedTuple):
 def verify(inputs: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`."""
     params, slot_B, drafts = inputs.params, inputs.slot_B, inputs.drafts
-    most, num_rows_B, rule_B = drafts.token_BK.shape[1], drafts.num_B + 1, params.rule_S[slot_B]
-    rules_of(rule_B.tolist())
+    columns, num_rows_B, rule_B = drafts.token_BK.shape[1], drafts.num_B + 1, params.rule_S[slot_B]
+    rules_of(rule_B.tolist())  # raises an error for an unknown rule
     slot_N = slot_B.repeat_interleave(num_rows_B, output_size=len(inputs.logits_NV))
     one_hot_p_B = (params.temperature_S[slot_B] == 0) | (rule_B == Rule.COUPLED)
     batch = Batch(
         inputs, rows=Rows(inputs.logits_NV, params, slot_N, inputs.edits),
         first_row_B=num_rows_B.cumsum(0) - num_rows_B, rule_B=rule_B, one_hot_p_B=one_hot_p_B,
         token_BK=drafts.token_BK.long(), real_q_B=drafts.real_q_B & ~one_hot_p_B,
-        finite_BK1=slot_B.new_ones(len(slot_B), most + 1, dtype=torch.bool),
+        finite_BK1=slot_B.new_ones(len(slot_B), columns + 1, dtype=torch.bool),
         vocabulary=inputs.logits_NV.shape[1],
     )  # fmt: skip
     n_accept_B, rejected_B, log_w_B = _decide(batch)
     last_B1 = _draw_last(batch, n_accept_B, rejected_B, log_w_B)[:, None]
     n_accept_B1 = n_accept_B[:, None]
-    after_BK1 = torch.arange(most + 1, device=slot_B.device) > n_accept_B1
+    after_BK1 = torch.arange(columns + 1, device=slot_B.device) > n_accept_B1
     # Rows 0..n_accept must be finite; only SYNTHETIC accepts drafts whatever their rows hold.
     finite_B = (batch.finite_BK1 | after_BK1).all(dim=1)
     last_B1.masked_fill_(~finite_B[:, None], -1)
@@ -83,7 +83,7 @@ def verify(inputs: VerifyBatch) -> Verdict:
 
 def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Stages (i) and (ii), reductions and rule: n_accept_B; rejected_B, whether the last token
-    replaces a draft that has a q, and is drawn from the residual; log_w_B, the residual's weight.
+    replaces a draft that has a q, and is drawn from the residual; log_w_B, log of its weight w.
     """
     zero_B, rules = torch.zeros_like(batch.first_row_B), batch.inputs.params.rules
     if batch.token_BK.shape[1] == 0:  # plain decoding
@@ -117,7 +117,7 @@ def _log_q(batch: Batch) -> Tensor:
     token_BK, inputs = batch.token_BK, batch.inputs
     index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
     is_draft_BK = (index_K < inputs.drafts.num_B[:, None]) & (token_BK >= 0)
-    # Under SYNTHETIC a rate would emit ids that the target does not have.
+    # Under SYNTHETIC a rate would accept ids that the target does not have.
     is_draft_BK &= (token_BK < batch.vocabulary) | (batch.rule_B != Rule.SYNTHETIC)[:, None]
     log_q_BK = torch.zeros_like(token_BK, dtype=torch.float64)
     if inputs.drafts.cache is not None:
@@ -169,12 +169,12 @@ def _log_p(batch: Batch, b_R: Tensor, i_R: Tensor) -> Tensor:
 
 def _uniforms(inputs: VerifyBatch, slot_R: Tensor, position_R: Tensor) -> Tensor:
     """The acceptance uniforms of these requests, float64 [R, K]."""
-    most = inputs.drafts.token_BK.shape[1]
-    index_M = torch.arange(most, device=slot_R.device).repeat(len(slot_R))
-    key_M = inputs.params.key_S[slot_R].repeat_interleave(most)
-    position_M = position_R.repeat_interleave(most) + index_M
+    columns = inputs.drafts.token_BK.shape[1]
+    index_M = torch.arange(columns, device=slot_R.device).repeat(len(slot_R))
+    key_M = inputs.params.key_S[slot_R].repeat_interleave(columns)
+    position_M = position_R.repeat_interleave(columns) + index_M
     u_M = first_uniform(key_M, position_M, index_M, Stream.ACCEPT, inputs.fp64_noise)
-    return u_M.double().view(len(slot_R), most)
+    return u_M.double().view(len(slot_R), columns)
 
 
 def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tensor:
@@ -281,8 +281,8 @@ def _evidence(
     request_R: Tensor,
 ) -> Evidence:  # fmt: skip
     drafts, slot_R = inputs.drafts, inputs.slot_B[request_R]
-    most, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
-    index_RK = torch.arange(most, device=slot_R.device).expand(len(slot_R), most)
+    columns, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
+    index_RK = torch.arange(columns, device=slot_R.device).expand(len(slot_R), columns)
     token_RK = drafts.token_BK[request_R].long()
     one_hot_p_R = inputs.params.temperature_S[slot_R] == 0
     one_hot_p_R |= inputs.params.rule_S[slot_R] == Rule.COUPLED
@@ -299,7 +299,7 @@ def _evidence(
     q_RK = _q_of_drafts(subset, index_RK)
     q_R1 = _q_of_last(subset, q_RK, accepted_R1, last_R1)
     mass_RK = torch.full_like(p_RK, torch.nan)
-    if Rule.BLOCK in inputs.params.rules and most > 1:
+    if Rule.BLOCK in inputs.params.rules and columns > 1:
         mass_RK[:, :-1] = _masses(subset, p_RK, q_RK, finite_RK)
     return Evidence(
         token_RK, torch.cat([p_RK, p_R1], dim=1), torch.cat([q_RK, q_R1], dim=1),
@@ -355,13 +355,13 @@ def _q_of_last(subset: _Subset, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tens
 def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Tensor:
     """S_i of the block rule for drafts with a draft after them, [R, K - 1]; NaN elsewhere. For a
     one-hot q, S_i is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary."""
-    params, cache, most = subset.inputs.params, subset.inputs.drafts.cache, p_RK.shape[1]
+    params, cache, columns = subset.inputs.params, subset.inputs.drafts.cache, p_RK.shape[1]
     is_draft_RK = q_RK > 0
     log_q_RK = torch.where(is_draft_RK, q_RK, 0.0).log()
     w_RK = block_weights(RuleInputs(p_RK.log(), log_q_RK, log_q_RK))[:, 1:-1].exp()
     mass_RK = w_RK * (1 - p_RK[:, 1:])
     if cache is not None:
-        following_RK = torch.arange(1, most, device=p_RK.device).expand_as(mass_RK)
+        following_RK = torch.arange(1, columns, device=p_RK.device).expand_as(mass_RK)
         rows, index_M = subset.rows(following_RK), following_RK.flatten()
         rest_MV = subset.process_logits(rows).double().softmax(dim=1)
         rest_MV.mul_(w_RK.reshape(-1, 1))
@@ -370,7 +370,7 @@ def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> T
         sum_RK = rest_MV.clamp_(min=0.0).sum(dim=1).view_as(mass_RK)
         mass_RK = torch.where(subset.real_q_R[:, None], sum_RK, mass_RK)
     mass_RK = torch.where(finite_RK[:, 1:], mass_RK, 0.0)
-    index_RK = torch.arange(most, device=p_RK.device)
+    index_RK = torch.arange(columns, device=p_RK.device)
     is_draft_RK = (is_draft_RK & (index_RK < subset.num_R[:, None])).cumprod(dim=1)[:, 1:] > 0
     is_block_R = params.rule_S[subset.slot_R] == Rule.BLOCK
     return torch.where(is_draft_RK & is_block_R[:, None], mass_RK, torch.nan)

@@ -273,6 +273,6 @@ def test_ids_that_the_target_lacks_are_rejected_and_cost_nothing_else(
 @pytest.mark.usefixtures("registered")
 def test_more_drafts_than_were_asked_for_are_an_error(target: Path) -> None:
     llm = build(target, "TooMany")
-    with pytest.raises(StepError, match=r"5\]? drafts.* asked for"):
+    with pytest.raises(StepError, match=r"5\]? drafts.* requested"):
         llm.generate("abc", SamplingParams(max_tokens=9))
     llm.engine.check_integrity()

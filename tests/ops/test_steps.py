@@ -299,14 +299,14 @@ def make_slots(length: int) -> SlotState:
 
 
 @pytest.mark.parametrize("backend", HOST)
-def test_more_drafts_than_asked_for_are_an_error(backend: str) -> None:
+def test_more_drafts_than_requested_are_an_error(backend: str) -> None:
     state = make_slots(3)
     steps, one = get_backend(backend).steps(state), torch.ones(1, dtype=torch.int64)
     asked = DraftRequests(0 * one, one, 3 * one, 2, make_params(2))
     before = state.token_SL.clone()
-    with pytest.raises(IntegrityError, match=r"2\]? drafts.*\b1\]? asked for"):
+    with pytest.raises(IntegrityError, match=r"2\]? drafts.*\b1\]? requested"):
         steps.write_drafts(asked, 2 * one, torch.tensor([[5, 6]]), 9)
-    with pytest.raises(IntegrityError, match=r"\[1, 1\] drafts, \[1\] asked for"):
+    with pytest.raises(IntegrityError, match=r"\[1, 1\] drafts, but at most \[1\] requested"):
         steps.write_drafts(asked, torch.tensor([1, 1]), torch.tensor([[5], [6]]), 9)
     assert torch.equal(state.token_SL, before)
     steps.write_drafts(asked, one, torch.tensor([[5, 6]]), 9)

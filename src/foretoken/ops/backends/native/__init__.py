@@ -1,7 +1,4 @@
-"""C++ kernels on a CPU. See `foretoken.ops.Backend` for the contract of each function.
-
-Native stacks use native attention (`csrc/attention.cpp`); other stacks attend in stock operators.
-"""
+"""C++ kernels on a CPU; `foretoken.ops.Backend` is the contract of each function."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from foretoken.ops.dispatch import Kernels
 
 
 def available() -> str | None:
-    """The reason why there are no native kernels on this machine; None if there are."""
+    """Why there are no native kernels on this machine; None if there are."""
     from foretoken.ops.backends.native import library
 
     return library.missing()
@@ -21,16 +18,11 @@ def load() -> Kernels:
     from foretoken.ops.backends.torch.attention import attention
     from foretoken.ops.backends.torch.verify import evidence_by
 
+    # `attention` is for other stacks: `NativeStack` has its own in `csrc/attention.cpp`.
     return Kernels(
-        process_logits=sampling.process_logits,
-        sample=sampling.sample,
-        draft=sampling.draft,
-        verify=sampling.verify,
+        process_logits=sampling.process_logits, sample=sampling.sample, draft=sampling.draft,
+        verify=sampling.verify, logprobs=sampling.logprobs,
         evidence=evidence_by(sampling.process_logits, sampling.logprobs),
-        logprobs=sampling.logprobs,
-        attention=attention,
-        steps=steps.Steps,
-        load_stack=stack.NativeStack,
-        set_num_threads=library.set_num_threads,
-        tunings=stack.tunings,
-    )
+        attention=attention, steps=steps.Steps, load_stack=stack.NativeStack,
+        set_num_threads=library.set_num_threads, tunings=stack.tunings,
+    )  # fmt: skip

@@ -1,7 +1,4 @@
-"""The structs that the kernels read, made from tensors: fields of 8 bytes each, in C's order.
-
-Belongs here: dtypes, strides, addresses. Does not: checks (`ops/checks.py`), computation.
-"""
+"""The C structs that the kernels read, made from checked tensors: fields of 8 bytes each."""
 
 from __future__ import annotations
 
@@ -25,44 +22,46 @@ class Struct(array):  # type: ignore[type-arg]
     _kept: object
 
 
-def struct(tensors: Sequence[Tensor | None], *numbers: int, kept: object = None) -> Struct:
-    """A struct of the addresses of tensors (0 for None), followed by numbers.
+def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    """The addresses of tensors; 0, a null pointer, for None."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
-    Tensors that are not contiguous are copied. The struct keeps the tensors alive, and also `kept`:
-    objects with the memory that `numbers` point to.
+
+def struct(tensors: Sequence[Tensor | None], *numbers: int, kept: object = None) -> Struct:
+    """A struct of the addresses of tensors, which are copied if not contiguous, and numbers.
+
+    It keeps the tensors alive, and also `kept`: objects with the memory that `numbers` point to.
     """
     contiguous = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-    fields = [0 if tensor is None else tensor.data_ptr() for tensor in contiguous]
-    fields += numbers
-    result = Struct("q", fields)
+    result = Struct("q", [*addresses(contiguous), *numbers])
     result._as_parameter_ = result.buffer_info()[0]
     result._kept = contiguous, kept
     return result
 
 
-address = attrgetter("_as_parameter_")
-"""The address of a struct."""
+address = attrgetter("_as_parameter_")  # of a struct
 _NULL = Struct("q")
 _NULL._as_parameter_ = 0
 
-_latest: tuple[SlotParams, Struct] | None = None  # an engine has one slot table
+# The latest slot parameters and their struct: an engine passes the same object in every call.
+_latest_params: tuple[SlotParams, Struct] | None = None
 
 
 def native_params(params: SlotParams) -> Struct:
-    """The C struct `Params`: the slot table's columns. If they are contiguous, it is made once."""
-    global _latest
-    latest = _latest
+    """The C struct `Params`."""
+    global _latest_params
+    latest = _latest_params
     if latest is not None and latest[0] is params:
         return latest[1]
     native = struct(params.columns)
     # A struct of columns that are not contiguous points to copies, which become outdated.
     if all(map(Tensor.is_contiguous, params.columns)):
-        _latest = (params, native)
+        _latest_params = (params, native)
     return native
 
 
 def _as_native(logits: Tensor) -> Tensor:
-    """The logits; float64, which no kernel reads, becomes float32."""
+    """The logits in a dtype that kernels read: float64 becomes float32."""
     return logits if logits.dtype in _DTYPES else logits.float()
 
 
@@ -82,10 +81,7 @@ def _native_edits(edits: Edits | None) -> Struct:
 
 
 def native_cache(cache: DraftCache | None) -> Struct:
-    """The C struct `Cache`, or a null pointer.
-
-    For float64 logits it points to a float32 copy; `sampling.draft` then writes the logits itself.
-    """
+    """The C struct `Cache`, or a null pointer; of float64 logits it holds a float32 copy."""
     if cache is None:
         return _NULL
     logits_SKV = _as_native(cache.logits_SKV)
@@ -106,8 +102,8 @@ def native_rows(rows: Rows | Tensor) -> Struct:
     return struct((slot_N,), *_logits_fields(logits_NV), *numbers, kept=(logits_NV, kept))
 
 
-def native_places(noise: Noise) -> Struct:
-    """The C struct `Places`: the name of each row's noise."""
+def native_noise(noise: Noise) -> Struct:
+    """The C struct `NoiseNames`."""
     return struct((noise.position_N, noise.draft_index_N), *noise.streams, noise.fp64)
 
 

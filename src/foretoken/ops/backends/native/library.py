@@ -1,13 +1,8 @@
-"""The compiled kernels as Python functions.
+"""The compiled kernels as Python functions: choosing and loading a library, the C signatures.
 
-Belongs here: choosing and loading a library, the C signatures. Does not: the structs that kernels
-read (`arguments.py`).
-
-Pointers are addresses of contiguous arrays that the caller keeps alive during the call; nothing is
-checked on the C side. Calls release the GIL and raise an error if they fail. The exception are the
-calls of a step's bookkeeping, which are very short: another thread would keep the GIL for longer
-than the call takes. They do not release it, and return a status; if the status is not 0, pass it to
-`check`.
+Pointers are addresses of contiguous arrays that the caller keeps alive during the call. Calls
+release the GIL, and raise an error if they fail. Those of `steps` are shorter than another thread
+would keep the GIL: they do not release it, and return a status, which the caller `check`s.
 """
 
 from __future__ import annotations
@@ -24,8 +19,7 @@ from foretoken.errors import IntegrityError
 from foretoken.ops.backends.native import build
 
 VARIANT = "FORETOKEN_NATIVE_VARIANT"
-"""Environment variable: the name of the only variant that may be loaded. Processors with the same
-variant compute the same bits. Tests set it to run the AVX2 variant on machines with AVX-512."""
+"""Environment variable: the only variant to load, for equal bits on different processors."""
 
 
 class NotFiniteError(ValueError):
@@ -33,7 +27,6 @@ class NotFiniteError(ValueError):
 
 
 _REMEDY = "run `python -m foretoken.ops.backends.native.build` (needs g++)"
-_CPUINFO = Path("/proc/cpuinfo")
 _V3 = {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"}
 _V4 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 NEEDS = {
@@ -42,15 +35,14 @@ NEEDS = {
     "x86-64-v3-vnni": _V3 | {"avx_vnni"},
     "x86-64-v3": _V3,
 }
-"""The features that a processor needs for each variant; none are listed for other architectures."""
+"""The features that an x86 processor needs for each variant; other architectures have one."""
 
 
 class Machine(NamedTuple):
-    """What decides which library is loaded.
+    """A machine and its folder of libraries.
 
     architecture: as `platform.machine()` names it
     features:     of the processor, as the Linux kernel names them; empty on other systems
-    libraries:    the folder of the libraries
     """
 
     architecture: str
@@ -58,7 +50,7 @@ class Machine(NamedTuple):
     libraries: Path = build.LIBRARIES
 
     def path(self, variant: str) -> Path:
-        """The path of a variant's library, whether it is built or not."""
+        """Where a variant's library is, if it is built."""
         return self.libraries / build.library_path(variant).name
 
 
@@ -68,7 +60,7 @@ def this_machine() -> Machine:
     return Machine(platform.machine(), cpu_features())
 
 
-def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """The processor's features, as the Linux kernel names them; none on other systems."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "")
@@ -77,12 +69,9 @@ def cpu_features(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
 
 @cache
 def choose_variant(machine: Machine) -> tuple[str | None, str]:
-    """The most capable variant that was built and runs on this processor, and "".
+    """The most capable variant that was built and runs on this processor; None and why, if none.
 
-    If there is none: None, and the reason.
-
-    Raises:
-        ConfigError: the environment names a variant that this processor cannot run.
+    Raises `ConfigError` if the environment names a variant that this processor cannot run.
     """
     variants = build.VARIANTS.get(machine.architecture)
     if variants is None:
@@ -101,8 +90,7 @@ def choose_variant(machine: Machine) -> tuple[str | None, str]:
 
 
 def missing(machine: Machine | None = None) -> str | None:
-    """The reason why there are no native kernels on a machine, by default this one; None if there
-    are."""
+    """Why a machine, by default this one, has no native kernels; None if it has them."""
     variant, reason = choose_variant(machine or this_machine())
     if variant is None:
         return reason
@@ -118,11 +106,7 @@ def missing(machine: Machine | None = None) -> str | None:
 
 @cache
 def load(machine: Machine | None = None) -> ctypes.CDLL:
-    """Load the library of a machine, by default this one; declare its functions' signatures.
-
-    Raises:
-        OSError: the library is missing (`missing()` returns the reason), or cannot be loaded.
-    """
+    """The library of a machine, by default this one; `OSError` if `missing` gives a reason."""
     machine = machine or this_machine()
     variant, reason = choose_variant(machine)
     if variant is None:
@@ -135,7 +119,7 @@ def load(machine: Machine | None = None) -> ctypes.CDLL:
         function = getattr(library, f"foretoken_{name}")
         function.argtypes, function.restype, function.errcheck = arguments, c_int, check
     keeps_gil = ctypes.PyDLL(str(path), handle=library._handle)
-    for name, arguments in _SHORT_SIGNATURES.items():
+    for name, arguments in _SIGNATURES_WITH_GIL.items():
         function = getattr(keeps_gil, f"foretoken_{name}")
         function.argtypes, function.restype = arguments, c_int
         setattr(library, f"foretoken_{name}", function)
@@ -147,33 +131,24 @@ _ADDRESS = [c_void_p]
 _SIGNATURES: dict[str, list[Any]] = {
     "set_num_threads": [c_int64],
     "stack_new": [*_ADDRESS * 3, c_float, c_float, c_float, c_void_p],
-    "stack_free": _ADDRESS,
-    "stack_measure_fetches": _ADDRESS * 4,
     "stack_set_fetches": [c_void_p, c_int64, c_int64],
-    "stack_run": _ADDRESS * 8,
-    "stack_draft": _ADDRESS * 5,
-    "stack_observe": _ADDRESS * 6,
     "stack_logits": [c_void_p, c_void_p, c_int64, c_void_p],
-    "process": _ADDRESS * 2,
-    "sample": _ADDRESS * 3,
-    "draft": _ADDRESS * 4,
     "logprobs": [*_ADDRESS * 6, c_int64],
-    "verify": _ADDRESS * 4,
     "suffix_append": [c_void_p, c_int64],
     "suffix_propose": [*_ADDRESS * 3, c_int64, c_double, c_double],
-}
-_SHORT_SIGNATURES: dict[str, list[Any]] = {
-    "steps_count": _ADDRESS,
-    "steps_write": _ADDRESS,
-    "steps_pack": _ADDRESS,
-    "steps_advance": _ADDRESS,
-    "steps_begin_round": _ADDRESS,
+    # Only addresses.
+    "stack_free": _ADDRESS, "process": _ADDRESS * 2, "sample": _ADDRESS * 3, "draft": _ADDRESS * 4,
+    "stack_measure_fetches": _ADDRESS * 4, "verify": _ADDRESS * 4, "stack_draft": _ADDRESS * 5,
+    "stack_observe": _ADDRESS * 6, "stack_run": _ADDRESS * 8,
+}  # fmt: skip
+_SIGNATURES_WITH_GIL: dict[str, list[Any]] = {
+    **{f"steps_{name}": _ADDRESS for name in ("count", "write", "pack", "advance", "begin_round")},
     "steps_look_up": [c_void_p, c_int64, c_int64],
 }
 
 
 def check(status: int, function: Any, arguments: Any = None) -> None:
-    """Raise the error that a status stands for; 0 is success. `csrc/call.h` defines the numbers."""
+    """Raise the error of a `Status` of `csrc/call.h`, if it is one; `ctypes` passes `arguments`."""
     if status == 1:
         raise NotImplementedError(f"native kernels: {function.__name__} lacks a rule of the batch")
     if status == 2:
@@ -187,5 +162,5 @@ def check(status: int, function: Any, arguments: Any = None) -> None:
 
 
 def set_num_threads(count: int) -> None:
-    """Share the work of each call among `count` threads, including the caller; process-wide."""
+    """Share the work of each call among `count` threads, including the caller's; process-wide."""
     load().foretoken_set_num_threads(count)

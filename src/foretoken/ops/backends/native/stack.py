@@ -1,12 +1,7 @@
-"""A pass of a stack of layers, or a round of drafting, in one native call.
+"""A pass of a stack of layers, or a round of drafting, in one native call (`csrc/stack.cpp`).
 
-Belongs here: which stacks native code can run, and passing weights and batches to it. Does not: the
-arithmetic (`csrc/stack.cpp`), checking its results (that is the caller's self-check).
-
-Why native code: at batch 1 most of the time of a pass through the modules of the embedded target is
-the overhead of some 4 600 operator calls.
-
-Shape suffixes: as in `ops/stack.py`.
+At batch 1 most of the time of a pass through the modules of the embedded target is the overhead of
+some 4 600 operator calls. Shape suffixes: as in `ops/stack.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from foretoken.ops.passes import pass_begins
 from foretoken.ops.steps import ForwardBatch
 
 from foretoken.ops.backends.native.arguments import (  # isort: skip
-    Struct, address, native_cache, native_params, struct,
+    Struct, address, addresses, native_cache, native_params, struct,
 )  # fmt: skip
 from foretoken.ops.checks import (  # isort: skip
     INT64, check_attention_batch, check_aux, check_draft_round, check_features, check_hidden,
@@ -40,17 +35,16 @@ from foretoken.ops.stack import (  # isort: skip
     Stack, UnfitError, Weight, format_of, linears, map_linears, parts_of,
 )  # fmt: skip
 
-KINDS = {
-    name: i for i, name in enumerate(["float32", "bfloat16", "float16", *BLOCKS, "int8", "int4"])
-}
+_KIND_NAMES = ["float32", "bfloat16", "float16", *BLOCKS, "int8", "int4"]
+KINDS = {name: number for number, name in enumerate(_KIND_NAMES)}
 """The number of each weight format, as in `foretoken::Kind` of the C++ side."""
 
 FETCHES = ("no hint", "cached")
-"""The names of the numbers in `foretoken::Fetch`: ways to fetch weights ahead of their use."""
+"""Ways to read weights, by the numbers of `foretoken::Fetch`: without or with prefetching hints."""
 
 _log = logging.getLogger(__name__)
 
-HEAD_MULTIPLE = 16  # numbers in the widest vector: a head's values are read in whole vectors
+_HEAD_MULTIPLE = 16  # numbers in the widest vector: the values of a head are read in whole vectors
 
 _tunings: dict[str, dict[str, dict[str, float | str]]] = {}
 
@@ -61,22 +55,17 @@ def tunings() -> dict[str, dict[str, dict[str, float | str]]]:
 
 
 def describe_fetches(taken: int, seconds: Sequence[float]) -> dict[str, float | str]:
-    """The way of `FETCHES` that was taken, and milliseconds of a pass over the weights per way."""
+    """Which of `FETCHES` was taken, and the milliseconds of a pass over the weights with each."""
     measured = {name: float(f"{1000 * s:.3g}") for name, s in zip(FETCHES, seconds, strict=True)}
     return {"taken": FETCHES[taken], **measured}
 
 
 class NativeStack:
-    """The native `RoundStack`.
+    """The native `RoundStack`. `csrc/stack.h` describes the layout of keys and values.
 
-    It copies all matrices except the embedding, and keeps their formats. All other numbers are
-    float32. `csrc/attention.h` describes the layout of keys and values.
-
-    Args:
-        stack: matrices and biases are copied; everything else is read in place.
-        positions: without effect, since angles are computed where they are used.
-        most_rows: without effect, since memory grows with the rows.
-        deterministic: without effect, since a row's bits never depend on other rows.
+    Matrices keep their formats; all other numbers are float32. `positions`, `most_rows` and
+    `deterministic` are without effect: angles are computed where they are used, memory grows with
+    the rows, and a row's bits never depend on other rows.
 
     Raises:
         UnfitError: native code does not implement some part of the stack.
@@ -90,7 +79,7 @@ class NativeStack:
         self, stack: Stack, positions: int, most_rows: int, *, deterministic: bool = False
     ) -> None:
         _check_fit(stack)
-        stack = _with_wide_norms(stack)
+        stack = _with_float32_norms(stack)
         rule, mixer = stack.features, stack.layers[0].mixer
         self._library, self._handle = library.load(), c_void_p()
         self._num_layers, self._size = len(stack.layers), stack.hidden_size
@@ -98,60 +87,48 @@ class NativeStack:
         self._no_logits = torch.empty(0, stack.vocab_size)
         self._states_size = 0 if rule is None else rule.fc.weight.shape[1]  # inputs of `fc`
         layers = [_native_layer(layer) for layer in stack.layers]
-        addresses, native_rule = struct((), *map(address, layers)), _native_rule(stack)
+        records = _native_model(stack), _native_rule(stack), struct((), *map(address, layers))
         scales = stack.eps, mixer.options.scale, mixer.rope.scale
-        model = _native_model(stack)
         try:
-            self._library.foretoken_stack_new(
-                model, native_rule, addresses, *scales, byref(self._handle)
-            )
+            self._library.foretoken_stack_new(*records, *scales, byref(self._handle))
         except library.NotFiniteError as error:
             raise CheckpointError(
                 "A scale of the quantised weights is NaN or infinite: they are damaged, download "
                 "them again."
             ) from error
-        self._read_in_place = model  # keeps the embedding's rows alive
-        # Not at exit: a daemon thread may still be computing.
+        self._model = records[0]  # keeps alive what is read in place: the embedding
+        # Do not free at exit: a daemon thread may still be computing.
         weakref.finalize(self, self._library.foretoken_stack_free, self._handle).atexit = False
         self._tune()
-        self.stack = self._read = _without_matrices(stack)  # native code reads its norms in place
-        self._latest_kv: tuple[Any, ...] = (None,) * 4  # keys, values, the addresses of both
+        self.stack = self._kept_stack = _without_matrices(stack)  # keeps the norms alive, too
+        # Keys and values of the latest call, and the addresses of both.
+        self._latest_kv: tuple[Any, Any, Any] = (None, None, None)
+        # Memory for hidden states, its addresses, and the layers and number of tokens it is for.
         self._aux: tuple[Tensor, ...] = ()
-        self._aux_fields: Struct | None = None  # addresses of `_aux`
-        self._aux_for: tuple[Sequence[int], int] = ((), 0)  # the layers and tokens of `_aux`
-        # Of the last call of `_features`: hidden states, number of rows, and the C struct.
+        self._aux_addresses: Struct | None = None
+        self._aux_sizes: tuple[Sequence[int], int] = ((), 0)
+        # The latest hidden states given to `_native_features`, their number of rows, the C struct.
         self._latest_states: tuple[Sequence[Tensor], int, Struct] = ((), -1, struct(()))
 
     def run(
-        self,
-        batch: ForwardBatch,
-        kv: KV,
-        aux_layers: Sequence[int] = (),
-        features: Features | None = None,
-        *,
-        logits: bool = True,
-    ) -> ForwardOutput:
-        """See `LoadedStack.run`.
-
-        After the last layer's attention only the rows in `logit_row_N` are computed, unless
-        `aux_layers` includes the input of the output layer.
-        """
+        self, batch: ForwardBatch, kv: KV, aux_layers: Sequence[int] = (),
+        features: Features | None = None, *, logits: bool = True,
+    ) -> ForwardOutput:  # fmt: skip
+        """See `LoadedStack.run`. After the last attention only rows in `logit_row_N` are computed,
+        unless `aux_layers` includes the input of the output layer."""
         token_T, row_N = batch.token_T, batch.logit_row_N
         num_tokens, num_rows = len(token_T), len(row_N)
         hidden_NC = torch.empty(num_rows, self._size) if self._has_rule else None
         logits_NV = torch.empty(num_rows, self._vocab_size) if logits else self._no_logits
-        if self._aux_for != (aux_layers, num_tokens):
+        if self._aux_sizes != (aux_layers, num_tokens):
             self._allocate_aux(aux_layers, num_tokens)
-        native = native_batch(batch, kv)
-        native_features = self._features(features, num_tokens)
-        addresses = self._addresses(kv)
+        native = native_batch(batch, kv), self._native_features(features, num_tokens)
+        kv_addresses = self._kv_addresses(kv)
         hidden = None if hidden_NC is None else hidden_NC.data_ptr()
         # An empty tensor's address is null: no logits.
-        outputs = logits_NV.data_ptr(), hidden, self._aux_fields
+        outputs = logits_NV.data_ptr(), hidden, self._aux_addresses
         pass_begins()
-        self._library.foretoken_stack_run(
-            self._handle, native, native_features, *addresses, *outputs
-        )
+        self._library.foretoken_stack_run(self._handle, *native, *kv_addresses, *outputs)
         return ForwardOutput(logits_NV, self._aux, hidden_NC)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
@@ -182,31 +159,28 @@ class NativeStack:
             first = native_batch(batch._replace(logit_row_N=last_B), kv)
         token_BK = torch.empty(len(nums), max(nums), dtype=torch.int64)
         native = _native_round(drafting, token_BK)
-        addresses = self._addresses(kv)
+        kv_addresses = self._kv_addresses(kv)
         pass_begins()
-        self._library.foretoken_stack_draft(self._handle, first, *addresses, native)
+        self._library.foretoken_stack_draft(self._handle, first, *kv_addresses, native)
         return token_BK
 
     def observe(self, batch: ForwardBatch, kv: KV, features: Features, outcome: Outcome) -> None:
-        """See `RoundStack.observe`; writes the rows' outputs to `outcome.hidden_SC`."""
+        """See `RoundStack.observe`."""
         token_SL, length_B, slot_B, hidden_SC = outcome
         check_hidden(hidden_SC, len(token_SL), self._size)
         known = struct((), *length_B)
         fields = (token_SL.data_ptr(), address(known), slot_B.data_ptr(), hidden_SC.data_ptr())
         native, native_outcome = native_batch(batch, kv), struct((), *fields, token_SL.shape[1])
-        native_features = self._features(features, int(batch.attention.query_start_B1[-1]))
-        arguments = native, native_outcome, native_features, *self._addresses(kv)
+        native_features = self._native_features(features, int(batch.attention.query_start_B1[-1]))
+        arguments = native, native_outcome, native_features, *self._kv_addresses(kv)
         self._library.foretoken_stack_observe(self._handle, *arguments)
 
     def set_fetches(self, one_row: int, few_rows: int) -> None:
-        """Set how weights are fetched (an index of `FETCHES`) for one row and for a few rows.
-
-        Logits do not depend on it.
-        """
+        """Set an index of `FETCHES` for one row and for a few rows; logits do not depend on it."""
         self._library.foretoken_stack_set_fetches(self._handle, one_row, few_rows)
 
     def _tune(self) -> None:
-        """Measure which way to fetch weights is fastest on this machine, choose it, and log it."""
+        """Choose the `FETCHES` that are fastest on this machine, and log the measurements."""
         taken_R, size = torch.empty(2, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
         seconds_RF = torch.empty(2, len(FETCHES), dtype=torch.float64)
         self._library.foretoken_stack_measure_fetches(
@@ -219,34 +193,31 @@ class NativeStack:
         for rows, measured in _tunings[name].items():
             _log.debug("Weights of %s, %s, ms: %s", name, rows, measured)
 
-    def _addresses(self, kv: KV) -> tuple[Struct, Struct]:
-        """The addresses of all layers' keys and of all layers' values, looked up once per pool."""
+    def _kv_addresses(self, kv: KV) -> tuple[Struct, Struct]:
+        """The addresses of the keys of all layers, and of the values of all layers."""
         keys, values = kv.keys, kv.values
-        latest_keys, latest_values, *addresses = self._latest_kv
+        latest_keys, latest_values, both = self._latest_kv
         if keys is not latest_keys or values is not latest_values:
             if not len(keys) == len(values) == self._num_layers:
                 raise ConfigError("keys", len(keys), f"tensors of {self._num_layers} layers")
             if keys[0].dtype is not torch.float32:
                 raise ConfigError("keys.dtype", keys[0].dtype, "torch.float32")
-            addresses = [struct(keys), struct(values)]
-            self._latest_kv = (keys, values, *addresses)
-        key_addresses, value_addresses = addresses
+            both = struct(keys), struct(values)
+            self._latest_kv = (keys, values, both)
+        key_addresses, value_addresses = both
         return key_addresses, value_addresses
 
     def _allocate_aux(self, layers: Sequence[int], tokens: int) -> None:
-        """Allocate memory for hidden states; it is reused while the number of tokens is the same.
-
-        New tensors in each pass, and checks of these tensors in the stack that reads them, would
-        take some 20 us of a step.
-        """
+        """Allocate memory for hidden states, which passes with the same number of tokens reuse: new
+        tensors in each pass, and checks of them in the stack that reads them, would take 20 us."""
         aux = {i: torch.empty(tokens, self._size) for i in layers}
         states = [aux.get(i) for i in range(self._num_layers + 1)]
         self._aux = tuple(aux[i] for i in layers)
-        self._aux_fields = struct(states) if aux else None
-        self._aux_for = (layers, tokens)
+        self._aux_addresses = struct(states) if aux else None
+        self._aux_sizes = (layers, tokens)
 
-    def _features(self, features: Features | None, tokens: int) -> Struct | None:
-        """The C struct `Features`; reused if the hidden states are those of the last call."""
+    def _native_features(self, features: Features | None, tokens: int) -> Struct | None:
+        """The C struct `Features`; reused if the hidden states are those of the latest call."""
         check_features(self._has_rule, features)
         if features is None:
             return None
@@ -267,7 +238,7 @@ class NativeStack:
 
 
 def native_batch(batch: ForwardBatch, kv: KV) -> Struct:
-    """Check a batch, and make the C struct `Batch` of it."""
+    """The C struct `Batch` of a batch, which is checked."""
     token_T, row_N, attention = batch.token_T, batch.logit_row_N, batch.attention
     check_attention_batch(attention, len(token_T), kv.keys[0])
     block_BL = attention.block_BL
@@ -276,7 +247,7 @@ def native_batch(batch: ForwardBatch, kv: KV) -> Struct:
 
 
 def _native_round(drafting: DraftRound, token_BK: Tensor) -> Struct:
-    """The C struct `DraftRound`. Native code writes the drafts to `token_BK`."""
+    """The C struct `DraftRound`; native code will write the drafts to `token_BK`."""
     hidden_SC = drafting.hidden_SC
     params, cache = native_params(drafting.params), native_cache(drafting.cache)
     tensors = (drafting.slot_B, drafting.num_B, token_BK)
@@ -286,7 +257,7 @@ def _native_round(drafting: DraftRound, token_BK: Tensor) -> Struct:
 
 
 def _check_fit(stack: Stack) -> None:
-    """Raise `UnfitError` unless the kernels implement the stack; its layers need equal shapes."""
+    """Raise `UnfitError` unless the kernels implement the stack."""
     if stack.device.type != "cpu":
         raise UnfitError(f"weights are on {stack.device}")
     if isinstance(stack.embedding, Grouped):
@@ -294,29 +265,29 @@ def _check_fit(stack: Stack) -> None:
     for name, linear in [*linears(stack), ("embedding", Linear(stack.embedding))]:
         _check_weight(name, linear.weight)
     for layer in stack.layers:
-        if len({_native_kind(part) for part in parts_of(layer.feed.gate_up.weight)}) > 1:
+        parts = parts_of(layer.feed.gate_up.weight)
+        if len({(format_of(p), isinstance(p, Grouped) and _group_size(p)) for p in parts}) > 1:
             raise UnfitError(f"`gate_up` is stored as {format_of(layer.feed.gate_up.weight)}")
     if stack.target_ids is not None and not stack.target_ids.is_contiguous():
         raise UnfitError("the ids of the output layer are not contiguous")
     if stack.head.bias is not None:
         raise UnfitError("the output layer has a bias")
     if stack.features is not None and (len(stack.layers) > 1 or stack.features.fc.bias is not None):
-        raise UnfitError("a feature goes into several layers, or through a bias")
+        raise UnfitError("a feature rule has a bias, or its stack has several layers")
     mixers = [layer.mixer for layer in stack.layers]
     if any(m.options.softcap is not None or m.options.sinks_H is not None for m in mixers):
         raise UnfitError("attention has a soft cap or sinks")
     sizes = sorted({m.head_size for m in mixers})
-    if len(sizes) > 1 or sizes[0] % HEAD_MULTIPLE:
-        raise UnfitError(f"heads of sizes {sizes}: not one multiple of {HEAD_MULTIPLE}")
-    alike = {(m.heads, m.kv_heads, m.options.scale, m.rope.scale) for m in mixers}
+    if len(sizes) > 1 or sizes[0] % _HEAD_MULTIPLE:
+        raise UnfitError(f"heads of sizes {sizes}: not one multiple of {_HEAD_MULTIPLE}")
+    shapes = {(m.heads, m.kv_heads, m.options.scale, m.rope.scale) for m in mixers}
     ropes = [m.rope.frequency_R for m in mixers]
-    wide = {layer.feed.down.weight.shape[1] for layer in stack.layers}
-    if len(alike) > 1 or len(wide) > 1 or not all(torch.equal(ropes[0], r) for r in ropes):
-        raise UnfitError("layers differ in their sizes, or in how they turn or scale")
+    widths = {layer.feed.down.weight.shape[1] for layer in stack.layers}
+    if len(shapes) > 1 or len(widths) > 1 or not all(torch.equal(ropes[0], r) for r in ropes):
+        raise UnfitError("layers differ in their sizes, scale of attention or RoPE")
 
 
 def _check_weight(name: str, weight: Weight) -> None:
-    """Raise `UnfitError` if the kernels cannot read a weight's format or layout."""
     for part in parts_of(weight):
         kind = format_of(part)
         if kind not in KINDS:
@@ -331,13 +302,7 @@ def _check_weight(name: str, weight: Weight) -> None:
 
 
 def _group_size(weight: Grouped) -> int:
-    """How many numbers share a scale."""
     return weight.shape[1] // weight.scale_NG.shape[1]
-
-
-def _native_kind(weight: Dense | Blocks | Grouped) -> tuple[str, int]:
-    """Format and group size, in which all parts of a packed matrix must agree."""
-    return format_of(weight), _group_size(weight) if isinstance(weight, Grouped) else 0
 
 
 def _native_part(weight: Dense | Blocks | Grouped) -> Struct:
@@ -350,42 +315,39 @@ def _native_part(weight: Dense | Blocks | Grouped) -> Struct:
     else:
         stored, group = weight.values, 0
     tensors, kind = (stored, scale_NG, order_N), KINDS[format_of(weight)]
-    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-    stride = stored.shape[1] * stored.itemsize
-    return struct((), kind, *addresses, weight.shape[0], stride, group, kept=tensors)
+    sizes = weight.shape[0], stored.shape[1] * stored.itemsize, group
+    return struct((), kind, *addresses(tensors), *sizes, kept=tensors)
 
 
 def _native_matrix(weight: Weight) -> tuple[tuple[int, int], object]:
-    """The fields of the C struct `Matrix`, and the object with the memory that they point to."""
+    """The fields of the C struct `Matrix`, and an object that keeps their memory alive."""
     parts = [_native_part(part) for part in parts_of(weight)]
     pointers = struct((), *map(address, parts), kept=parts)
     return (address(pointers), len(parts)), pointers
 
 
-def _with_wide_norms(stack: Stack) -> Stack:
-    """The stack with norms and biases in float32, as native code reads them."""
+def _with_float32_norms(stack: Stack) -> Stack:
+    """The stack with norms and biases of 16 bits in float32, as native code reads them."""
     if stack.dtype not in (torch.bfloat16, torch.float16):
         return stack
 
-    def wide(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.float()
-
     def widen(record: Any, *names: str) -> Any:
-        return record._replace(**{name: wide(getattr(record, name)) for name in names})
+        tensors = {name: getattr(record, name) for name in names}
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return record._replace(**{name: tensor.float() for name, tensor in given.items()})
 
+    mixers = [widen(layer.mixer, "q_norm_D", "k_norm_D") for layer in stack.layers]
     layers = tuple(
-        widen(layer, "mixer_norm_C", "feed_norm_C")._replace(
-            mixer=widen(layer.mixer, "q_norm_D", "k_norm_D")
-        )
-        for layer in stack.layers
+        widen(layer, "mixer_norm_C", "feed_norm_C")._replace(mixer=mixer)
+        for layer, mixer in zip(stack.layers, mixers, strict=True)
     )
     rule = stack.features and widen(stack.features, "fc_norm_PA", "feature_norm_C")
     stack = replace(stack, layers=layers, norm_C=stack.norm_C.float(), features=rule)
     return map_linears(stack, lambda linear: widen(linear, "bias"))
 
 
-def _checked(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The given norms and biases; `UnfitError` if the kernels cannot read one of them in place."""
+def _check_float32(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The given norms and biases; raises `UnfitError` if the kernels cannot read one in place."""
     for weight in weights:
         if weight is not None and not (weight.is_contiguous() and weight.dtype is torch.float32):
             raise UnfitError("a norm or a bias is not contiguous float32")
@@ -397,10 +359,9 @@ def _native_model(stack: Stack) -> Struct:
     mixer, feed = stack.layers[0].mixer, stack.layers[0].feed
     (embedding,), (head, kept) = parts_of(stack.embedding), _native_matrix(stack.head.weight)
     part, frequency_R = _native_part(embedding), mixer.rope.frequency_R
-    tensors = (*_checked(stack.norm_C, frequency_R), stack.target_ids)
-    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    tensors = (*_check_float32(stack.norm_C, frequency_R), stack.target_ids)
     return struct(
-        (), address(part), *head, *addresses,
+        (), address(part), *head, *addresses(tensors),
         len(stack.layers), stack.hidden_size, feed.down.weight.shape[1], mixer.heads,
         mixer.kv_heads, mixer.head_size, 2 * len(frequency_R), stack.head.weight.shape[0],
         stack.vocab_size, kept=(part, kept, tensors),
@@ -413,11 +374,10 @@ def _native_layer(layer: Layer) -> Struct:
     norms = (layer.mixer_norm_C, layer.feed_norm_C, mixer.q_norm_D, mixer.k_norm_D)
     linears = (mixer.qkv, mixer.o, feed.gate_up, feed.down)
     matrices, kept = zip(*(_native_matrix(linear.weight) for linear in linears), strict=True)
-    tensors = _checked(*norms, *(linear.bias for linear in linears))
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    biases = _check_float32(*(linear.bias for linear in linears))
+    fields = (*addresses(_check_float32(*norms)), *chain(*matrices), *addresses(biases))
     window = mixer.options.sliding_window or 0
-    fields = (*addresses[:4], *chain(*matrices), *addresses[4:], window)
-    return struct((), *fields, kept=(kept, tensors))
+    return struct((), *fields, window, kept=(kept, norms, biases))
 
 
 def _native_rule(stack: Stack) -> Struct | None:
@@ -427,14 +387,13 @@ def _native_rule(stack: Stack) -> Struct | None:
         return None
     parts = 1 if rule.fc_norm_PA is None else len(rule.fc_norm_PA)
     fc, kept = _native_matrix(rule.fc.weight)
-    tensors = _checked(rule.fc_norm_PA, rule.feature_norm_C)
-    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    tensors = _check_float32(rule.fc_norm_PA, rule.feature_norm_C)
     numbers = (rule.fc.weight.shape[1], parts, rule.norm_before_residual, rule.norm_output)
-    return struct((), *fc, *addresses, *numbers, kept=(kept, tensors))
+    return struct((), *fc, *addresses(tensors), *numbers, kept=(kept, tensors))
 
 
 def _without_matrices(stack: Stack) -> Stack:
-    """The stack with shapes (tensors on the device `meta`) in place of matrices and biases."""
+    """The stack with shapes (tensors on device `meta`) in place of matrices and biases."""
 
     def to_meta(tensor: Any) -> Any:
         return torch.empty_like(tensor, device="meta") if isinstance(tensor, Tensor) else tensor

@@ -1,8 +1,7 @@
 """Bookkeeping of a step over its slots, in C++; see `foretoken.ops.steps.Steps`.
 
-At batch 1 a function takes 0.1 us in C++, and the call from Python 20 times as long. So results are
-written to memory that is reused, and tensors that view it are cached by their sizes. `shift` and
-`join_drafts` are inherited: only drafting pass by pass, in stock operators, needs them.
+At batch 1 a function takes 0.1 us in C++, and its call from Python 20 times as long. So results are
+written to memory that is reused, and tensors that view it are cached by their sizes.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from foretoken.ops.backends.torch import steps as stock
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
-_MAX_CACHED = 256  # tensors are cached for so many different sizes
+_MAX_CACHED = 256  # sizes for which tensors are cached
 _INT64, _NUMPY_INT64 = torch.int64, np.dtype(np.int64)
-# They write 2, 5, 6 or 8 fields of a reused struct. A new `arguments.struct` takes 3 times as long.
+# Functions that write 2, 5, 6 or 8 fields of a reused struct, in a third of the time of a new one.
 _fill_2, _fill_5, _fill_6, _fill_8 = (Layout(f"{n}q").pack_into for n in (2, 5, 6, 8))
-# Offsets in the C struct `Step`: of the fields that `pack` sets, and of those that `advance` sets.
-_SIZES, _OUTCOME = 8 * 5, 8 * 7
+# Offsets of the fields of the C struct `Step` that `pack` and `advance` write.
+_PACK_OFFSET, _ADVANCE_OFFSET = 8 * 5, 8 * 7
 
 
 class Steps(stock.Steps):
     """`ops.steps.Steps` in C++, for one `SlotState` and one thread.
 
-    Each function writes the addresses of its tensors to a reused C struct, and passes the struct's
-    address. Tensors are copied first if they are not contiguous or not int64.
+    A method writes the addresses of its tensors, which are copied if not contiguous or not int64,
+    to a reused C struct. `shift` and `join_drafts`, for drafting pass by pass, are inherited.
     """
 
     def __init__(self, state: SlotState) -> None:
@@ -51,8 +50,7 @@ class Steps(stock.Steps):
         self._counts_at, self._drafts_at, self._step_at = (
             fields.buffer_info()[0] for fields in (self._counts, self._drafts, self._step)
         )
-        # The tokens of which `Step` holds the addresses.
-        self._latest_tokens: StepTokens | None = None
+        self._latest_tokens: StepTokens | None = None  # `Step` holds their addresses
         # By number of requests: `num_B`, `position_B` and their addresses.
         self._count_results: dict[int, tuple[Tensor, Tensor, int, int]] = {}
         native = library.load()
@@ -80,7 +78,8 @@ class Steps(stock.Steps):
     ) -> None:
         slot_B, allowed_B, position_B = requests.slot_B, requests.num_B, requests.position_B
         if num_B.numel() != allowed_B.numel():
-            raise IntegrityError(f"{num_B.tolist()} drafts, {allowed_B.tolist()} asked for")
+            requested = allowed_B.tolist()
+            raise IntegrityError(f"{num_B.tolist()} drafts, but at most {requested} requested")
         if token_BK.dtype is not _INT64 or not (
             token_BK.is_contiguous() and num_B.is_contiguous() and slot_B.is_contiguous()
             and allowed_B.is_contiguous() and position_B.is_contiguous()
@@ -97,7 +96,7 @@ class Steps(stock.Steps):
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
         if tokens is not self._latest_tokens:
             self._set_tokens(tokens)
-        _fill_2(self._step, _SIZES, block_size, sizes.ahead)
+        _fill_2(self._step, _PACK_OFFSET, block_size, sizes.ahead)
         return self._batches.batch(self._pack, self._step_at, sizes.queries, block_size)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
@@ -111,10 +110,10 @@ class Steps(stock.Steps):
             accepted_B, finite_B = accepted_B.contiguous(), finite_B.contiguous()
         deciding, width = token_BK1.shape
         size = tokens.slot_B.numel() + deciding * (width + 3)
-        outcome = from_numpy(empty(size, _NUMPY_INT64))  # a third less time than `torch.empty`
+        outcome = from_numpy(empty(size, _NUMPY_INT64))  # takes a third less than `torch.empty`
         _fill_6(
-            self._step, _OUTCOME, token_BK1.data_ptr(), accepted_B.data_ptr(), finite_B.data_ptr(),
-            outcome.data_ptr(), deciding, width - 1,
+            self._step, _ADVANCE_OFFSET, token_BK1.data_ptr(), accepted_B.data_ptr(),
+            finite_B.data_ptr(), outcome.data_ptr(), deciding, width - 1,
         )  # fmt: skip
         if status := self._advance(self._step_at):
             library.check(status, self._advance)
@@ -165,13 +164,10 @@ class Steps(stock.Steps):
 
 
 class _Batches:
-    """Reused memory of packed batches, and the tensors that view it.
-
-    address: the address of the C struct `Packed`
-    """
+    """Reused memory of packed batches, the tensors that view it, and its C struct `Packed`."""
 
     def __init__(self) -> None:
-        # Address and capacity of the memory; sizes of the last batch: T, N, B, L.
+        # `Packed`: address and capacity of the memory; sizes of the latest batch: T, N, B, L.
         self._packed = array("q", bytes(8 * 6))
         self.address = self._packed.buffer_info()[0]
         self._views: dict[bytes, tuple[Tensor, ...]] = {}  # by the fields of `_packed`
@@ -179,14 +175,14 @@ class _Batches:
     def batch(
         self, pack: Callable[[int], int], argument: int, queries: int, block_size: int
     ) -> ForwardBatch:
-        """Pack a batch with a native function and its argument; overwrites the last batch."""
+        """Pack a batch by `pack(argument)`, a native function; overwrites the previous batch."""
         if status := pack(argument):
             library.check(status, pack)
         parts = self._views.get(self._packed.tobytes())
         if parts is None:
             tokens, rows, requests, columns = self._packed[2:]
             sizes = (tokens, tokens, rows, requests + 1, requests, requests * columns)
-            if sum(sizes) > self._packed[1]:  # the memory was too small, nothing was written
+            if sum(sizes) > self._packed[1]:  # the memory was too small: nothing was written
                 self._memory = _empty(2 * sum(sizes))
                 self._packed[0], self._packed[1] = self._memory.data_ptr(), 2 * sum(sizes)
                 self._views.clear()

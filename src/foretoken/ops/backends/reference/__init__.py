@@ -1,8 +1,4 @@
-"""The fp64 oracle: each op as the papers and the contract define it, a row at a time.
-
-What belongs here: the most readable correct form. What does not: speed, and code shared with the
-backends that are compared with it (noise, filters and rules are written again).
-"""
+"""The fp64 oracle: each op as its paper states it, sharing no mathematics with other backends."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from foretoken.ops.dispatch import Kernels
 
 
 def available() -> str | None:
-    """None: it runs everywhere."""
+    """None: this backend runs everywhere."""
     return None
 
 
@@ -20,12 +16,7 @@ def load() -> Kernels:
     from foretoken.ops.backends.torch import steps
 
     return Kernels(
-        process_logits=process.process_logits,
-        sample=sample.sample,
-        draft=sample.draft,
-        verify=verify.verify,
-        evidence=verify.evidence,
-        logprobs=process.logprobs,
-        attention=attention.attention,
-        steps=steps.Steps,
-    )
+        process_logits=process.process_logits, sample=sample.sample, draft=sample.draft,
+        verify=verify.verify, evidence=verify.evidence, logprobs=process.logprobs,
+        attention=attention.attention, steps=steps.Steps,
+    )  # fmt: skip

@@ -1,10 +1,9 @@
 """The verification rules as their papers state them: on whole distributions, for one request.
 
-Each rule gets the rows p[0..K] of the target, the drafts 1..K and their uniforms u. Lists are
-indexed from 0: `drafts[i]` is x_{i+1}, `u[i]` its uniform, and row i decides it. A rule returns
-(tau, w): how many drafts are accepted, and the weight in the residual norm(max(w p - q, 0)).
-
-A list of drafts ends before the first draft with q = 0 everywhere.
+Each rule gets the rows p[0..K] of the target, the drafts x_1..x_K and their acceptance uniforms u.
+Lists are indexed from 0: row p[i] and uniform u[i] decide `drafts[i]`, which is x_{i+1}. The drafts
+end before the first one with q = 0 everywhere. A rule returns (tau, w): the number of accepted
+drafts, and the weight in the residual norm(max(w p - q, 0)).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Outcome = tuple[int, float]
 
 
 def probability(p: Row, x: int) -> float:
-    """p(x); 0 for an id that the target does not have."""
+    """p(x); 0 for an id that is not in the target's vocabulary."""
     return float(p[x]) if 0 <= x < len(p) else 0.0
 
 
@@ -64,7 +63,7 @@ def block(p: list[Row], drafts: list[Draft], u: list[float], rates: list[float])
 
 
 def synthetic(p: list[Row], drafts: list[Draft], u: list[float], rates: list[float]) -> Outcome:
-    """for i = 1..K: accept x_i if u_i < c_i, else stop; c are the `rates`, p and q are not read."""
+    """for i = 1..K: accept x_i if u_i < c_i, else stop; c_i are the given `rates`."""
     tau = 0
     while tau < len(drafts) and u[tau] < rates[tau]:
         tau += 1
@@ -75,7 +74,7 @@ RULES: dict[Rule, Callable[[list[Row], list[Draft], list[float], list[float]], O
     Rule.STANDARD: standard,
     Rule.BLOCK: block,
     # Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative
-    # decoding": accept while the draft equals the target's own draw, at which p is one-hot here.
+    # decoding": accept x_i if it is the target's draw, at which p is one-hot, as q is at x_i.
     Rule.COUPLED: standard,
     Rule.SYNTHETIC: synthetic,
 }

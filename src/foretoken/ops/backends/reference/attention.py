@@ -1,4 +1,4 @@
-"""Paged attention as it is defined: one query, one head at a time, in float64. The oracle."""
+"""Paged attention as it is defined: one query and one head at a time, in float64."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 
 def attention(
-    query_THD: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: AttentionBatch,
+    query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch,
     options: AttentionOptions,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See `Backend.attention`. Computed in float64, returned in the dtype of the query."""
     T, H, _ = query_THD.shape
     out_THD = torch.empty(T, H, value_cache.shape[3], dtype=torch.float64, device=query_THD.device)
@@ -35,11 +32,8 @@ def attention(
 
 
 def _weights(query_D: Tensor, key_jD: Tensor, h: int, options: AttentionOptions) -> Tensor:
-    """The weight of each key j that the query of head h sees:
-
-    s_j = q . k_j * scale;  s_j = c * tanh(s_j / c) if capped;  weight_j = softmax(s)_j
-    and a sink adds exp(sink_h) to the softmax's denominator.
-    """
+    """softmax(s)_j with s_j = q . k_j * scale; a soft cap c makes it c * tanh(s_j / c); a sink of
+    head h adds exp(sink_h) to the denominator."""
     s_j = key_jD @ query_D * options.scale
     if options.softcap is not None:
         s_j = options.softcap * torch.tanh(s_j / options.softcap)

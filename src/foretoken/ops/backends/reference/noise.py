@@ -1,10 +1,7 @@
-"""Noise by name, written from the definition: one counter, ten rounds, four words.
+"""Philox4x32-10 noise, written from its definition: one counter, ten rounds, four 32-bit words.
 
-Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
-Counter = (group, position, draft index, stream); key = low and high half of the sample's 64 bits.
-Nothing here is shared with another backend: equal bits come from an equal definition.
-
-Shapes: M draws.
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011). Counter = (group,
+position, draft index, stream); key = low and high half of the sample's 64-bit noise key.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ _MASK = 0xFFFFFFFF
 
 
 def philox4x32_10(counter: list[Array], key: list[Array]) -> list[Array]:
-    """The block cipher on 32-bit words, each an array of uint64."""
+    """The four output words for a counter of four 32-bit words; each is an array of uint64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -38,7 +35,7 @@ def philox4x32_10(counter: list[Array], key: list[Array]) -> list[Array]:
 def uniforms(
     index_M: Array, key: int, position: int, draft_index: int, stream: int, fp64: int
 ) -> Array:
-    """The uniforms with numbers `index_M` of a stream, in the open interval (0, 1).
+    """The uniforms number `index_M` of a stream, in the open interval (0, 1).
 
     float32: h = word (index mod 4) of group (index div 4); u = (h + 1/2) 2^-32 in FP32 arithmetic,
     at most 1 - 2^-24. float64, with `fp64`: h = the upper 53 bits of word pair (index mod 2) of
@@ -46,8 +43,8 @@ def uniforms(
     FP64 arithmetic, at most 1 - 2^-53.
     """
     group_M, place_M = np.divmod(index_M, 2 if fp64 else 4)
-    names = (group_M, position, draft_index, int(stream))
-    counter = [np.asarray(name, np.int64) & _MASK for name in names]
+    coordinates = (group_M, position, draft_index, int(stream))
+    counter = [np.asarray(number, np.int64) & _MASK for number in coordinates]
     halves = [np.asarray(half & _MASK, np.uint64) for half in (key, key >> 32)]
     words = philox4x32_10([c.astype(np.uint64) for c in counter], halves)
     word_M4 = np.stack(np.broadcast_arrays(*words), axis=-1)
@@ -61,14 +58,11 @@ def uniforms(
 
 
 def uniform_of(index: int, *name: int) -> float:
-    """A single draw of `uniforms`; `name` holds the other arguments of `uniforms`."""
+    """One draw of `uniforms`; `name`: the arguments of `uniforms` after the first."""
     return float(uniforms(np.array([index]), *name)[0])
 
 
 def gumbels(index_M: Array, *name: int) -> Array:
-    """Standard Gumbel noise -log(-log(1 - u)) in float64: large values come from u -> 0.
-
-    u are the draws of `uniforms`; `name` holds the other arguments of `uniforms`.
-    """
+    """Standard Gumbel noise -log(-log(1 - u)) in float64, with the draws u of `uniforms`."""
     u_M = uniforms(index_M, *name).astype(np.float64)
     return np.asarray(-np.log(-np.log1p(-u_M)))

@@ -1,7 +1,7 @@
-"""Edits, temperature, filters and log-probabilities in fp64, one row at a time, as defined.
+"""Edits, temperature, filters and log-probabilities in fp64, one row at a time.
 
 Order: mask -> entries (bias, repetition, subtract) -> temperature -> min_p -> top_k -> top_p. A
-filter keeps every logit at or above a threshold: ties stay together.
+filter keeps every logit at or above a threshold, so that equal logits are kept or dropped together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def process_logits(rows: Rows) -> Tensor:
 
 
 def edit(row: Row, edits: Edits, n: int) -> None:
-    """Apply row n's mask, then its entries, in place."""
+    """Apply the edits of row n in place: its mask, then its entries."""
     if edits.mask_RW is not None and edits.mask_N is not None and edits.mask_N[n] >= 0:
         words = edits.mask_RW[int(edits.mask_N[n])].tolist()
         for v in range(len(row)):
@@ -47,10 +47,8 @@ def edit(row: Row, edits: Edits, n: int) -> None:
 
 
 def filter_row(row: Row, params: SlotParams, slot: int) -> None:
-    """Apply a slot's temperature and filters, in place.
-
-    At T=0 the row does not change. A row that is not finite is scaled but not filtered.
-    """
+    """Apply a slot's temperature and filters in place; nothing at T=0, no filter if the row is not
+    finite."""
     temperature = float(params.temperature_S[slot])
     if temperature == 0:
         return
@@ -66,7 +64,7 @@ def filter_row(row: Row, params: SlotParams, slot: int) -> None:
 
 
 def is_finite(row: Row) -> bool:
-    """Whether a row has a distribution: no NaN, no +inf, and not every token at -inf."""
+    """Whether the row defines a distribution: no NaN, no +inf, at least one logit above -inf."""
     return not np.isnan(row).any() and bool(np.isfinite(row.max()))
 
 
@@ -77,12 +75,12 @@ def _keep_top_p(row: Row, top_p: float) -> None:
     weight = np.exp(row - row.max())
     order = np.argsort(-row, kind="stable")
     cumulative = np.cumsum(weight[order])
-    reached = np.flatnonzero(cumulative >= top_p * cumulative[-1])
-    row[row < row[order[reached[0]]]] = -np.inf
+    last = np.argmax(cumulative >= top_p * cumulative[-1])  # the first True
+    row[row < row[order[last]]] = -np.inf
 
 
 def log_sum_exp(row: Row) -> float:
-    """log sum exp of a row: -inf if all its values are, NaN or +inf if the row holds one."""
+    """log sum exp of a row: -inf if all logits are -inf; NaN or +inf if a logit is."""
     largest = float(np.max(row))
     if not math.isfinite(largest):
         return largest

@@ -1,11 +1,8 @@
-"""Gumbel-max sampling in fp64, one row at a time; writing the q of drafts to the cache, and
-recomputing it from there.
+"""Gumbel-max sampling in fp64, one row at a time; writing the q of drafts to the cache, reading it.
 
-argmax_v (logit_v + G_v) with independent standard Gumbel G_v is a draw from softmax(logit)
-(Gumbel 1954; Maddison et al. 2014). Drawing a block of the vocabulary in this way, then a token of
-the block, gives the same distribution, since P(block) P(token | block) = P(token).
-
-Shapes: B requests, S slots, K drafts, V' draft vocabulary.
+argmax_v (logit_v + G_v) with independent standard Gumbel G_v is a draw from softmax(logit) (Gumbel
+1954; Maddison et al. 2014); so is first a block of the vocabulary, then a token of the block, since
+P(block) P(token | block) = P(token).
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ from foretoken.ops.types import (  # isort: skip
     DRAFT, TARGET, DraftBlock, DraftCache, Noise, Rows, Rule, SlotParams, Stream,
 )  # fmt: skip
 
-BLOCK = 1024
+BLOCK = 1024  # ids per block of the vocabulary
 
 Streams = tuple[Stream, Stream]
 
 
 class Slot(NamedTuple):
-    """The parameters that decide how a slot's rows are drawn, except its filters."""
+    """One slot's sampling parameters, except top-p and min-p, which `process_logits` applies."""
 
     key: int
     temperature: float
@@ -46,8 +43,8 @@ class Slot(NamedTuple):
         )  # fmt: skip
 
     @property
-    def is_certain(self) -> bool:
-        """Whether p and q are one-hot: p is the argmax, or under COUPLED the target's own draw."""
+    def is_one_hot(self) -> bool:
+        """Whether p and q are one-hot: p at the argmax, or under COUPLED at the target's draw."""
         return self.temperature == 0 or self.rule == Rule.COUPLED
 
 
@@ -63,17 +60,15 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
 
 
 def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams) -> int:
-    """Draw a token from a processed row. Only the slot decides whether the noise is flat."""
+    """Draw a token from a processed row: hierarchically, or flat under top-k and COUPLED."""
     if slot.temperature == 0:
-        return int(np.argmax(row))  # the lowest index on ties
+        return int(np.argmax(row))  # the lowest id on ties
     if is_finite(row):
         row = row - row.max()  # noise added to 1e30 would be rounded away
 
     def gumbel_argmax(score: Row, first: int, stream: Stream) -> int:
-        """The id with the largest score + noise; score[i] is that of id first + i, noise is by id.
-
-        An id with score -inf is never drawn; if all scores are -inf, the result is `first`.
-        """
+        """The id with the largest score + noise, where score[i] belongs to id first + i. An id with
+        score -inf is never drawn, but the result is `first` if all scores are -inf."""
         index = first + np.flatnonzero(score > -np.inf)
         if len(index) == 0:
             return first
@@ -89,10 +84,8 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
 
 
 class Draft(NamedTuple):
-    """A draft x, its q(x), and q over the target's V ids (x may be >= V).
-
-    q(x) is NaN if the q row is not finite, and 0 if x counts as no draft for another reason.
-    """
+    """A draft x, q(x), and q over the target's V ids (x may be >= V). q(x) is NaN if the drafter's
+    logits are not finite, and 0 if x may not be drafted."""
 
     x: int
     q_x: float
@@ -107,7 +100,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     for b, s in enumerate(rows.slot_N.tolist()):
         slot = Slot.from_params(rows.params, s, noise.fp64)
         position, i = int(noise.position_N[b]), int(noise.draft_index_N[b])
-        # Under COUPLED drafts use the target's own noise.
+        # Under COUPLED a draft is drawn with the noise of the target's draw.
         index, streams = (0, TARGET) if slot.rule == Rule.COUPLED else (i, DRAFT)
         token_B[b] = draw(processed[b], slot, position, index, streams)
         if cache is not None:
@@ -129,11 +122,11 @@ def threshold_of(raw: Row, filtered: Row) -> float:
 
 
 def draft_of(block: DraftBlock, b: int, i: int, s: int, slot: Slot, vocabulary: int) -> Draft:
-    """Draft i of request b, which has slot s."""
+    """Draft i of request b in slot number s."""
     x, q = int(block.token_BK[b, i]), np.zeros(vocabulary)
     if x < 0 or (x >= vocabulary and slot.rule == Rule.SYNTHETIC):
         return Draft(x, 0.0, q)  # a rate cannot turn an unknown id into a token of the target
-    if block.cache is None or not block.real_q_B[b] or slot.is_certain:
+    if block.cache is None or not block.real_q_B[b] or slot.is_one_hot:
         return Draft(x, 1.0, one_hot(x, vocabulary))
     if not math.isfinite(float(block.cache.lse_SK[s, i])):
         return Draft(x, math.nan, q)

@@ -6,7 +6,7 @@ from foretoken.ops.dispatch import Kernels
 
 
 def available() -> str | None:
-    """None: it runs everywhere."""
+    """None: this backend runs everywhere."""
     return None
 
 
@@ -15,12 +15,8 @@ def load() -> Kernels:
     from foretoken.ops.backends.torch import attention, process, sample, steps, verify
 
     return Kernels(
-        process_logits=process.process_logits,
-        sample=sample.sample,
-        draft=sample.draft,
-        verify=verify.verify,
+        process_logits=process.process_logits, sample=sample.sample, draft=sample.draft,
+        verify=verify.verify, logprobs=process.logprobs,
         evidence=verify.evidence_by(process.process_logits, process.logprobs),
-        logprobs=process.logprobs,
-        attention=attention.attention,
-        steps=steps.Steps,
-    )
+        attention=attention.attention, steps=steps.Steps,
+    )  # fmt: skip

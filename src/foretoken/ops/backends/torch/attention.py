@@ -1,7 +1,5 @@
 """Paged attention with stock PyTorch operators, tuned for few rows on a CPU.
 
-Belongs here: `attention` of the backend contract. Does not: writing K/V, building batches.
-
 At batch 1 a layer's attention is mostly operator overhead, so everything that depends only on the
 batch (block lists, masks, contiguous runs) is planned once and shared by all layers.
 
@@ -25,15 +23,13 @@ from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One SDPA call: b requests with Q queries and L keys each.
+    """One SDPA call: b requests with Q queries and L = `length` keys each.
 
-    tokens:    the b*Q tokens of the call in the packed axis T: a slice if adjacent, else int64
-               indices
-    first:     flat cache index of the first key if the keys are contiguous in the pool, else None
+    tokens:    where the b*Q tokens are in the packed axis T: a slice if adjacent, else indices
+    first:     flat cache index of the first key if the keys are contiguous in the cache, else None
     block_ids: int64 [b * columns], read if `first` is None
-    skip:      keys to drop at the front of the gathered blocks (sliding window)
-    length:    L
-    mask:      [b, 1, Q, L] of 0 and -inf, or None if every query sees every key (or `causal`)
+    skip:      keys to drop at the front of the gathered blocks, outside the sliding window
+    mask:      [b, 1, Q, L] of 0 and -inf; None with `causal`, or if every query sees every key
     causal:    whether SDPA's own causal mask is right: queries and keys start at the same position
     """
 
@@ -50,19 +46,15 @@ class _Call:
 
 _Plans = dict[tuple[int | None, torch.dtype], list[_Call]]
 
-# The last batch and its plans, by window and dtype. All layers of a pass share one batch. Holding a
-# reference to the batch makes the identity test sound. The tuple is replaced in one assignment, so
-# that a race between threads can only cause a new plan.
-_last: tuple[AttentionBatch | None, _Plans] = (None, {})
+# The latest batch, which all layers of a pass share, kept alive so that no other object can have
+# its identity; and its plans by window and dtype. Threads that replace the tuple only plan twice.
+_latest: tuple[AttentionBatch | None, _Plans] = (None, {})
 
 
 def attention(
-    query_THD: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: AttentionBatch,
+    query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch,
     options: AttentionOptions,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See `Backend.attention`: causal attention of ragged queries over paged K/V, [T, H, D_v]."""
     calls = _plan(batch, options.sliding_window, query_THD.dtype)
     caches = key_cache, value_cache
@@ -77,7 +69,6 @@ def attention(
 def _run(
     call: _Call, query_THD: Tensor, caches: tuple[Tensor, Tensor], options: AttentionOptions
 ) -> Tensor:
-    """Attention of one call's tokens, [T, H, D_v]."""
     tokens, heads, size = query_THD.shape
     query = query_THD.view(call.num_requests, call.num_queries, heads, size).transpose(1, 2)
     key, value = (_read(call, cache) for cache in caches)
@@ -88,25 +79,25 @@ def _run(
             enable_gqa=True,
         )  # fmt: skip
     else:
-        out = _explicit(call, query, key, value, options)
+        out = _attend_in_steps(call, query, key, value, options)
     return out.transpose(1, 2).reshape(tokens, heads, -1)
 
 
 def _read(call: _Call, cache: Tensor) -> Tensor:
-    """Keys or values of the call as [b, H_kv, L, D]: a view if contiguous, else whole blocks."""
+    """Keys or values of the call as [b, H_kv, L, D]: a view if contiguous, else a copy."""
     heads, size = cache.shape[2:]
     if call.first is not None:
         flat = cache.view(1, -1, heads, size)
         return flat.narrow(1, call.first, call.length).transpose(1, 2)
-    # Whole blocks are gathered: gathering token by token took half the step at batch 16.
+    # Gathering token by token instead of whole blocks took half of a step at batch 16.
     gathered = cache.index_select(0, call.block_ids).view(call.num_requests, -1, heads, size)
     return gathered.narrow(1, call.skip, call.length).transpose(1, 2)
 
 
-def _explicit(
+def _attend_in_steps(
     call: _Call, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attention with the softmax in float32, [b, H, Q, D_v]: SDPA has no soft cap and no sinks."""
+    """Attention with a soft cap or sinks, which SDPA lacks; softmax in float32: [b, H, Q, D_v]."""
     b, heads, queries, size = query.shape
     kv_heads, per_kv = key.shape[1], heads // key.shape[1]
     grouped = query.reshape(b, kv_heads, per_kv * queries, size)
@@ -129,11 +120,11 @@ def _explicit(
 
 def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list[_Call]:
     """The calls of a layer; planned once per batch, window and dtype."""
-    global _last
-    last, plans = _last
-    if last is not batch:
+    global _latest
+    latest, plans = _latest
+    if latest is not batch:
         plans = {}
-        _last = (batch, plans)
+        _latest = (batch, plans)
     calls = plans.get((window, dtype))
     if calls is None:
         start_B1, length_B = batch.query_start_B1.tolist(), batch.length_B.tolist()
@@ -146,11 +137,8 @@ def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list
 
 
 def _groups(start_B1: list[int], length_B: list[int]) -> Iterator[list[int]]:
-    """The requests, grouped by number of queries.
-
-    A group is split if padding would cost more than its keys. In each part the longest request then
-    has at most twice the length of the shortest, or fewer than 128 tokens.
-    """
+    """The requests, grouped by number of queries. A group with more padding than keys is split by
+    length: up to twice the shortest, or below 128 tokens."""
     by_queries: dict[int, list[int]] = {}
     for b, (start, end) in enumerate(pairwise(start_B1)):
         by_queries.setdefault(end - start, []).append(b)
@@ -164,11 +152,8 @@ def _groups(start_B1: list[int], length_B: list[int]) -> Iterator[list[int]]:
         yield from parts.values()
 
 
-def _places(group: list[int], start_B1: list[int], device: torch.device) -> tuple[Any, Any]:
-    """Indices of the group's tokens in T and of its requests in B; slices if they are adjacent.
-
-    A slice gives a view without a copy.
-    """
+def _indices(group: list[int], start_B1: list[int], device: torch.device) -> tuple[Any, Any]:
+    """Where the group's tokens are in T and its requests in B: slices if adjacent, else indices."""
     first, last = group[0], group[-1]
     if last - first == len(group) - 1:
         return slice(start_B1[first], start_B1[last + 1]), slice(first, last + 1)
@@ -178,18 +163,14 @@ def _places(group: list[int], start_B1: list[int], device: torch.device) -> tupl
 
 
 def _plan_call(
-    batch: AttentionBatch,
-    group: list[int],
-    start_B1: list[int],
-    length_B: list[int],
-    window: int | None,
-    dtype: torch.dtype,
-) -> _Call:
-    """Plan the call of a group: the keys to read, as a view if possible, and the mask needed."""
+    batch: AttentionBatch, group: list[int], start_B1: list[int], length_B: list[int],
+    window: int | None, dtype: torch.dtype,
+) -> _Call:  # fmt: skip
+    """Plan the call of a group: which keys it reads, as a view if possible, and which mask."""
     requests, queries = len(group), start_B1[group[0] + 1] - start_B1[group[0]]
     block_size, device = batch.block_size, batch.block_BL.device
-    tokens, places = _places(group, start_B1, device)
-    table_bL, lengths = batch.block_BL[places], [length_B[b] for b in group]
+    tokens, request_index = _indices(group, start_B1, device)
+    table_bL, lengths = batch.block_BL[request_index], [length_B[b] for b in group]
     shortest, longest = min(lengths), max(lengths)
     # All keys before this one are outside the window of every query.
     skip = 0 if window is None else max(0, shortest - queries - window + 1)
@@ -208,27 +189,21 @@ def _plan_call(
             first = ids[0] * block_size + skip % block_size
     windowed = window is not None and window < longest
     causal = requests == 1 and queries == longest > 1 and not windowed
-    visible = queries == 1 and shortest == longest and (window is None or longest - skip <= window)
+    sees_all = queries == 1 and shortest == longest and (window is None or longest - skip <= window)
     mask = None
-    if not (causal or visible):
-        length_b1 = torch.tensor(lengths, device=device).unsqueeze(1)
-        query_bQ = length_b1 - torch.arange(queries, 0, -1, device=device)
-        mask = _mask(query_bQ, torch.arange(skip, longest, device=device), window, dtype)
+    if not (causal or sees_all):
+        # Positions of queries and keys.
+        length_b11 = torch.tensor(lengths, device=device)[:, None, None]
+        query_bQ1 = length_b11 - torch.arange(queries, 0, -1, device=device)[:, None]
+        key_L = torch.arange(skip, longest, device=device)
+        hidden = key_L > query_bQ1
+        if window is not None:
+            hidden |= key_L <= query_bQ1 - window
+        # Floats: SDPA would convert a boolean mask in every call, once per layer.
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
     return _Call(
         tokens=tokens, num_requests=requests, num_queries=queries, first=first,
         block_ids=block_bL.reshape(-1), skip=skip % block_size, length=longest - skip, mask=mask,
         causal=causal,
     )  # fmt: skip
-
-
-def _mask(query_bQ: Tensor, key_L: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The additive mask [b, 1, Q, L] of queries and keys at these positions.
-
-    It holds floats, since SDPA converts a boolean mask in every call, once per layer.
-    """
-    query_bQ1 = query_bQ.unsqueeze(2)
-    hidden = key_L > query_bQ1
-    if window is not None:
-        hidden |= key_L <= query_bQ1 - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    return mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)

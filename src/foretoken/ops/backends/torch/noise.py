@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_MAX = {False: 1 - 2.0**-24, True: 1 - 2.0**-53}  # by `fp64`: the largest number below 1
+_LARGEST_BELOW_1 = {False: 1 - 2.0**-24, True: 1 - 2.0**-53}  # by `fp64`
 
 
 class RowNoise(NamedTuple):
@@ -27,7 +27,7 @@ class RowNoise(NamedTuple):
 
     @property
     def per_group(self) -> int:
-        """Draws per group of words."""
+        """Draws from each group of four words."""
         return 2 if self.fp64 else 4
 
     def take(self, index: Tensor | slice) -> RowNoise:
@@ -35,18 +35,14 @@ class RowNoise(NamedTuple):
         return RowNoise(key_N, position_N, draft_index_N, token_N, block_N, self.fp64)
 
     def tokens(self, first_N: Tensor, count: int) -> Tensor:
-        """Gumbel noise of ids first_N..first_N + count - 1, float64 [N, count].
-
-        first_N: multiples of 4
-        """
+        """Gumbel noise of ids first_N (a multiple of 4), first_N + 1, ...: float64 [N, count]."""
         return self._gumbel(first_N, count, self.token_stream_N)
 
     def blocks(self, count: int) -> Tensor:
-        """Gumbel noise of the first blocks: float64 [N, count]."""
+        """Gumbel noise of blocks 0, ..., count - 1: float64 [N, count]."""
         return self._gumbel(torch.zeros_like(self.key_N), count, self.block_stream_N)
 
     def _gumbel(self, first_N: Tensor, count: int, stream_N: Tensor) -> Tensor:
-        """Gumbel noise first_N..first_N + count - 1 of each row's stream, float64 [N, count]."""
         groups_G = torch.arange(-(-count // self.per_group), device=first_N.device)
         group_NG = first_N[:, None] // self.per_group + groups_G
         name = group_NG, self.key_N, self.position_N, self.draft_index_N, stream_N
@@ -55,7 +51,7 @@ class RowNoise(NamedTuple):
 
 @cache
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The multipliers of the even words, and the constants added to the key's halves each round."""
+    """Philox's multipliers of the even words, and its increments of the key's halves per round."""
     pairs = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
     multiplier, weyl = (torch.tensor(pair).view(2, 1, 1).to(device) for pair in pairs)
     return multiplier, weyl
@@ -67,9 +63,8 @@ def words(
     """The four words of each group, counter = (group, position, draft index, stream): [N, G, 4].
 
     Philox4x32-10 (Salmon et al. 2011, with the constants of Random123) on even words (0, 2) and odd
-    words (1, 3), each [2, N, G]. A product of two words may overflow int64, but its 64 bits are
-    those of the unsigned product. `odd` and `key` may have bits above the lower 32: these are
-    masked where they enter `even`, and at the end.
+    words (1, 3), each [2, N, G]. A product that overflows int64 still has the bits of the unsigned
+    product. Bits of `odd` and `key` above the lower 32 are masked off in `even`, and at the end.
     """
     multiplier, weyl = _constants(key_N.device)
     even = torch.stack([group_NG, draft_index_N[:, None].expand_as(group_NG)]).bitwise_and_(_MASK)
@@ -85,15 +80,15 @@ def words(
 def to_uniform(words_NG4: Tensor, fp64: bool) -> Tensor:
     """Convert words to uniforms in the open interval (0, 1): float32 [N, 4G], or float64 [N, 2G].
 
-    FP32: (h + 1/2) 2^-32 in FP32 arithmetic, at most 1 - 2^-24. FP64: h = the upper 53 bits of
-    two adjacent words, (h + 1/2) 2^-53, at most 1 - 2^-53.
+    FP32: u = (h + 1/2) 2^-32 of each word h, at most 1 - 2^-24. FP64: u = (h + 1/2) 2^-53 of the
+    upper 53 bits h of two adjacent words, at most 1 - 2^-53.
     """
     if fp64:
         high, low = words_NG4[..., 0::2], words_NG4[..., 1::2]
         h, bits = (high << 21 | low >> 11).double(), 53
     else:
         h, bits = words_NG4.float(), 32
-    return h.add_(0.5).mul_(2.0**-bits).clamp_(max=_MAX[fp64]).flatten(1)
+    return h.add_(0.5).mul_(2.0**-bits).clamp_(max=_LARGEST_BELOW_1[fp64]).flatten(1)
 
 
 def to_gumbel(u: Tensor) -> Tensor:

@@ -1,11 +1,7 @@
 """Gumbel-max sampling of raw logits: argmax, flat, or hierarchical over blocks.
 
-Belongs here: `sample`; `draft`, which also stores q; drawing from weights, which `verify` shares.
-Does not: processing rows (`process`), noise (`noise`).
-
-Shapes: N rows of the call, M rows that are drawn from, R rows that are processed at a time, V
-vocabulary, W the vocabulary padded to whole blocks, B requests, J blocks of a row, G groups of
-noise, P draws of a group.
+Shapes: N rows of the call, M rows that are drawn from, R rows processed at a time, W the vocabulary
+padded to whole blocks, B requests, J blocks of a row, G groups of noise, P draws of a group.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.torch.noise import RowNoise
-from foretoken.ops.backends.torch.process import BLOCK, chunks, distribution, draws_flat, load
+from foretoken.ops.backends.torch.process import BLOCK, chunks, distribution, draws_flat, edit_rows
 from foretoken.ops.types import DraftCache, Noise, Rows, Rule, Stream
 
 
@@ -61,13 +57,12 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
 
 def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
-    """Draw a token in each row `index_M`; `noise` has one entry per drawn row."""
+    """Draw a token in each row `index_M`; `noise` names the noise of these M rows."""
     out = Drawn(
-        torch.empty_like(index_M),
-        torch.empty_like(index_M, dtype=torch.bool),
+        torch.empty_like(index_M), torch.empty_like(index_M, dtype=torch.bool),
         torch.full_like(index_M, -torch.inf, dtype=torch.float32),
         torch.zeros_like(index_M, dtype=torch.float64),
-    )
+    )  # fmt: skip
     for part in chunks(len(index_M), rows.logits_NV.shape[1]):
         n = index_M[part]
         greedy = (rows.params.temperature_S[rows.slot_N[n]] == 0).nonzero()[:, 0]
@@ -77,7 +72,7 @@ def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
             out.finite_M[part], out.threshold_M[part] = p.max_R.isfinite(), p.threshold_R
             out.lse_M[part] = p.lse_R
         if len(greedy):
-            max_R, token_R = load(rows, n[greedy]).max(dim=1)  # the lowest id on ties
+            max_R, token_R = edit_rows(rows, n[greedy]).max(dim=1)  # the lowest id on ties
             m = greedy + part.start
             out.token_M[m], out.finite_M[m], out.lse_M[m] = token_R, max_R.isfinite(), 0.0
     return out
@@ -86,10 +81,8 @@ def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
 def draw(weight_RW: Tensor, flat_R: Tensor, noise: RowNoise) -> Tensor:
     """One token per row with probability proportional to its weight, the lowest id on ties.
 
-    Weights are float64, the largest near 1. A weight that underflows to 0 could not win with any
-    noise. A row that is not finite gives some id in [0, V).
-
-    flat_R: whether the row draws flat noise instead of hierarchical noise
+    Weights are float64, the largest near 1; one that underflows to 0 could not win with any noise.
+    A row that is not finite gives some id in [0, V). `flat_R`: whether the row draws flat noise.
     """
     if weight_RW.shape[1] <= BLOCK:  # a single block needs no draw of a block
         gumbel_RW = noise.tokens(torch.zeros_like(noise.key_N), weight_RW.shape[1])
@@ -104,11 +97,8 @@ def draw(weight_RW: Tensor, flat_R: Tensor, noise: RowNoise) -> Tensor:
 
 
 def _draw_hierarchical(weight_RW: Tensor, noise: RowNoise) -> Tensor:
-    """Draw a block by the argmax of log-mass + Gumbel noise, then a token of it in the same way.
-
-    The distribution is that of the weights, since P(block) P(token | block) = P(token). Noise is
-    drawn for only V/1024 blocks and 1024 tokens.
-    """
+    """Draw a block by the argmax of log-mass + Gumbel noise, then a token of the block likewise:
+    P(block) P(token | block) = P(token), with noise for only V/1024 blocks and 1024 tokens."""
     weight_RJB = weight_RW.view(len(weight_RW), -1, BLOCK)
     mass_RJ = weight_RJB.sum(dim=2)
     block_R = (mass_RJ.log() + noise.blocks(mass_RJ.shape[1])).argmax(dim=1)
@@ -118,10 +108,8 @@ def _draw_hierarchical(weight_RW: Tensor, noise: RowNoise) -> Tensor:
 
 
 def _draw_flat(weight_RW: Tensor, noise: RowNoise) -> Tensor:
-    """The id with the largest log-weight + Gumbel noise, the lowest on ties.
-
-    Noise is drawn only for groups of ids with a weight above 0.
-    """
+    """The id with the largest log-weight + Gumbel noise, the lowest on ties; noise is computed only
+    for groups that contain a weight above 0."""
     weight_RGP = weight_RW.view(len(weight_RW), -1, noise.per_group)
     row_M, group_M = (weight_RGP > 0).any(dim=2).nonzero(as_tuple=True)
     first_M = group_M * noise.per_group
@@ -129,6 +117,6 @@ def _draw_flat(weight_RW: Tensor, noise: RowNoise) -> Tensor:
     best_M, place_M = (weight_RGP[row_M, group_M].log() + gumbel_MP).max(dim=1)
     best_R = torch.full_like(weight_RW[:, 0], -torch.inf)
     best_R.scatter_reduce_(0, row_M, best_M, "amax")
-    m = (best_M == best_R[row_M]).nonzero()[:, 0]  # the best group of each row, or several on ties
+    m = (best_M == best_R[row_M]).nonzero()[:, 0]  # the best group of each row; on ties several
     token_R, id_M = torch.zeros_like(noise.key_N), first_M[m] + place_M[m]
     return token_R.scatter_reduce_(0, row_M[m], id_M, "amin", include_self=False)

@@ -1,8 +1,5 @@
 """A stack in stock operators: portable, readable, the reference for other backends.
 
-Reading order: `StockStack.run` (the pass), then the parts of a layer before and after its attention
-(which training calls, too), `multiply` (the product of each weight format), `pack`.
-
 Shape suffixes: as in `ops/stack.py`; H heads, I columns of a gated layer, W input size of a mixer.
 """
 
@@ -33,14 +30,13 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Te
 # Number of rows that oneDNN's layout is tuned for. With 1, single rows would use another kernel,
 # which is slower and rounds differently.
 _ROWS_HINT = 64
-
+# Models with fewer bytes of weights are not packed: their weights stay in the processor's cache,
+# from which MKL multiplies single rows as fast as oneDNN, and a call of MKL takes 10 us less.
 MIN_BYTES = 16 << 20
-"""Smaller models are not packed: their weights stay in the processor's cache. There MKL multiplies
-single rows as fast as oneDNN, and its calls are 10 us cheaper."""
 
 
 class StockStack:
-    """The `LoadedStack` of stock operators, with the attention of any backend; see `pack`."""
+    """The `LoadedStack` of stock operators, with the attention of any backend."""
 
     multiplies_masked_keys: ClassVar[bool] = True
 
@@ -53,14 +49,9 @@ class StockStack:
 
     @torch.inference_mode()
     def run(
-        self,
-        batch: ForwardBatch,
-        kv: KV,
-        aux_layers: Sequence[int] = (),
-        features: Features | None = None,
-        *,
-        logits: bool = True,
-    ) -> ForwardOutput:
+        self, batch: ForwardBatch, kv: KV, aux_layers: Sequence[int] = (),
+        features: Features | None = None, *, logits: bool = True,
+    ) -> ForwardOutput:  # fmt: skip
         """See `LoadedStack.run`. Every layer computes all rows: fewer would round differently."""
         pass_begins()
         stack, row_N, last = self.stack, batch.logit_row_N, len(self.stack.layers)
@@ -83,11 +74,11 @@ class StockStack:
             aux[last] = norm(x_TC, stack.norm_C, stack.eps)
         if len(row_N) != len(batch.token_T):
             x_TC = x_TC[row_N]
-        rule, is_normed = stack.features, stack.features is not None and stack.features.norm_output
+        is_normed = stack.features is not None and stack.features.norm_output
         hidden_NC = norm(x_TC, stack.norm_C, stack.eps) if is_normed else x_TC
         logits_NV = output(stack, hidden_NC if logits else hidden_NC[:0])
         states = tuple(aux[i] for i in aux_layers)
-        return ForwardOutput(logits_NV, states, None if rule is None else hidden_NC)
+        return ForwardOutput(logits_NV, states, None if stack.features is None else hidden_NC)
 
     @torch.inference_mode()
     def logits(self, hidden_NC: Tensor) -> Tensor:
@@ -109,7 +100,7 @@ def begin(stack: Stack, token_T: Tensor, features: Features | None) -> tuple[Ten
 
 
 def feature(rule: FeatureRule, states: Sequence[Tensor], eps: float) -> Tensor:
-    """The features [T, C] from the target's hidden states, which are in the order of layers."""
+    """The features [T, C] of a drafting stack from the target's hidden states, in layer order."""
     states_TA = torch.cat(list(states), dim=-1).to(rule.feature_norm_C.dtype)
     if (gain_PA := rule.fc_norm_PA) is not None:
         states_TPA = states_TA.view(-1, *gain_PA.shape)
@@ -141,8 +132,7 @@ def finish(stack: Stack, layer: Layer, x_NC: Tensor, mixed_NW: Tensor) -> Tensor
 
 def output(stack: Stack, x_NC: Tensor) -> Tensor:
     """Logits [N, V] of rows of the residual stream, which with `norm_output` are already normed."""
-    rule = stack.features
-    is_normed = rule is not None and rule.norm_output
+    is_normed = stack.features is not None and stack.features.norm_output
     logits = multiply(x_NC if is_normed else norm(x_NC, stack.norm_C, stack.eps), stack.head)
     if stack.target_ids is None:
         return logits
@@ -157,7 +147,7 @@ def cos_sin(rope: Rope, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def rotate(x_THD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate heads by the cosines and sines of their positions."""
+    """RoPE: rotate heads by the cosines and sines of their positions."""
     cos, sin = angles
     size = cos.shape[-1]
     a, b, rest = torch.split(x_THD, [size, size, x_THD.shape[-1] - 2 * size], dim=-1)
@@ -184,17 +174,13 @@ def vectors(embedding: Weight, token_T: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, linear: Linear) -> Tensor:
-    """The product of x [..., in] with a layer: [..., out].
-
-    Before a product with blocks or groups, activations are rounded to eight bits (`round_rows`):
-    that is part of the model's definition in every backend.
-    """
+    """The product of x [..., in] with a layer: [..., out]. With weights in blocks or groups, every
+    backend first rounds x to eight bits (`round_rows`)."""
     weight, bias = linear.weight, linear.bias
     if isinstance(weight, Joined):
         outputs = torch.cat([multiply(x, Linear(part)) for part in weight.parts], dim=-1)
         return outputs if bias is None else outputs + bias
-    if not isinstance(weight, Dense):
-        weight = decoded(weight)
+    weight = decoded(weight)
     if weight.rounds:
         x = round_rows(x)
     if weight.values.is_mkldnn:
@@ -205,7 +191,7 @@ def multiply(x: Tensor, linear: Linear) -> Tensor:
 
 
 def decoded(weight: Dense | Blocks | Grouped) -> Dense:
-    """A weight as plain numbers; blocks and groups are decoded to float32."""
+    """A weight as plain numbers, decoded to float32 from blocks or groups."""
     if isinstance(weight, Dense):
         return weight
     if isinstance(weight, Grouped):
@@ -215,10 +201,7 @@ def decoded(weight: Dense | Blocks | Grouped) -> Dense:
 
 
 def pack(stack: Stack) -> Stack:
-    """The stack with all weights as plain numbers.
-
-    On a CPU they are in oneDNN's layout, if that exists and is faster (decision 004).
-    """
+    """The stack with plain numbers as weights, in oneDNN's layout if it `pays` (decision 004)."""
     check_known(stack)
     stored = [linear.weight for _, linear in linears(stack)]
     if not all(isinstance(w, Dense) and w.values.dtype is stack.dtype for w in stored):
@@ -228,14 +211,13 @@ def pack(stack: Stack) -> Stack:
 
 
 def _decoded_layer(linear: Linear, dtype: torch.dtype) -> Linear:
-    """A layer with its weight, or each part of it, as plain numbers of a dtype."""
     dense_parts = map(decoded, parts_of(linear.weight))
     parts = tuple(part._replace(values=part.values.to(dtype)) for part in dense_parts)
     return linear._replace(weight=Joined(parts) if len(parts) > 1 else parts[0])
 
 
 def pays(weights: Sequence[Tensor]) -> bool:
-    """Whether this build of PyTorch can pack these weights, and they are large enough to gain."""
+    """Whether this PyTorch can pack these weights, and multiplies faster with them packed."""
     if sum(weight.nbytes for weight in weights) < MIN_BYTES:
         return False
     ops = ("_linear_pointwise", "_reorder_linear_weight")

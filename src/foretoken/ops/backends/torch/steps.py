@@ -14,7 +14,7 @@ from foretoken.ops.types import AttentionBatch, Verdict
 
 
 class Steps:
-    """`ops.steps.Steps` for any device. The `Steps` of other backends must give equal results."""
+    """`ops.steps.Steps`, which documents each method, for any device; the others must equal it."""
 
     def __init__(self, state: SlotState) -> None:
         self._state = state
@@ -27,17 +27,14 @@ class Steps:
     def write_drafts(
         self, requests: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
-        """Write drafts after the known tokens of each request."""
         if num_B.device.type == "cpu":
             fits = num_B.shape == requests.num_B.shape and not (num_B > requests.num_B).any()
             if not fits:
-                raise IntegrityError(
-                    f"{num_B.tolist()} drafts, {requests.num_B.tolist()} asked for"
-                )
-        self._write_tokens(requests.slot_B, requests.position_B, num_B, token_BK.clamp(0, last_id))
+                requested = requests.num_B.tolist()
+                raise IntegrityError(f"{num_B.tolist()} drafts, but at most {requested} requested")
+        self._store(requests.slot_B, requests.position_B, num_B, token_BK.clamp(0, last_id))
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
-        """Pack the tokens of a step; deciding requests have K_b + 1 rows of logits, others none."""
         num_rows_B = tokens.num_D + 1
         if tokens.decider_B is not None:
             # Index -1 reads the 0 at the end.
@@ -45,10 +42,9 @@ class Steps:
         count_B = tokens.num_tokens_B + (num_rows_B - 1).clamp(min=0)
         slot_B = self._spare_if_done(tokens.slot_B)
         start_B = self._state.computed_S[slot_B]
-        return self._packed(slot_B, start_B, count_B, num_rows_B, sizes, block_size)
+        return self._pack_spans(slot_B, start_B, count_B, num_rows_B, sizes, block_size)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        """Make accepted drafts and the token after them known tokens; returns the outcome."""
         slot_B, (token_BK1, accepted_B, finite_B) = tokens.slot_B, verdict
         decides_B = torch.ones_like(finite_B)
         if (decider_B := tokens.decider_B) is not None:
@@ -60,7 +56,7 @@ class Steps:
         length_B, limit_B = state.length_S[slot_B], state.limit_S[slot_B]
         computed_B, continues_B = state.computed_S[slot_B], length_B < limit_B
         end_B = length_B + (accepted_B + finite_B) * continues_B
-        self._write_tokens(slot_B, length_B, end_B - length_B, token_BK1)
+        self._store(slot_B, length_B, end_B - length_B, token_BK1)
         state.computed_S[slot_B] = computed_B + (tokens.num_tokens_B + accepted_B) * continues_B
         state.length_S[slot_B] = end_B
         state.limit_S[slot_B] = torch.where(continues_B & decides_B & ~finite_B, end_B, limit_B)
@@ -72,7 +68,6 @@ class Steps:
     def begin_round(
         self, requests: DraftRequests, known: int, max_len: int, block_size: int
     ) -> Round:
-        """Plan all passes of a round of drafting; see `ops.steps.Round`."""
         state, position_B, most = self._state, requests.position_B, requests.most
         count, columns = len(position_B), state.block_SL.shape[1]
         spare, device = len(state.length_S) - 1, position_B.device
@@ -82,7 +77,8 @@ class Steps:
         num_B = torch.minimum(requests.num_B, (max_len + 1 - position_B).clamp(min=0))
         count_B = length_B.clamp(max=known)
         num_rows_B, sizes = torch.ones_like(count_B), PackSizes(known * count, count, known, most)
-        first = self._packed(slot_B, length_B - count_B, count_B, num_rows_B, sizes, block_size)
+        start_B = length_B - count_B
+        first = self._pack_spans(slot_B, start_B, count_B, num_rows_B, sizes, block_size)
         block_BL = first.attention.block_BL
         used_B = (length_B + num_B + block_size - 1) // block_size
         is_own_BL = torch.arange(block_BL.shape[1], device=device) < used_B[:, None]
@@ -96,7 +92,6 @@ class Steps:
     def shift(
         self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """The token after each token of a pass, and the index of each request's last such token."""
         token_SL, length_B = self._state.token_SL, batch.length_B
         start_B, end_B = batch.query_start_B1[:-1], batch.query_start_B1[1:]
         index_T = torch.arange(num_tokens, device=end_B.device)
@@ -115,8 +110,7 @@ class Steps:
     def look_up(
         self, requests: DraftRequests, shortest: int, longest: int
     ) -> tuple[Tensor, Tensor]:
-        # `run_BL`: the number of tokens, up to and including each place, that equal the text's
-        # last tokens.
+        # run_BL: how many tokens that end at each place equal the last tokens of the text.
         num_B, position_B = requests.num_B, requests.position_B
         text_BL, length_B1 = self._state.token_SL[requests.slot_B], position_B[:, None]
         width = text_BL.shape[1]
@@ -141,20 +135,14 @@ class Steps:
         return token_BK.masked_fill(index_K >= num_B[:, None], -1), num_B
 
     def _spare_if_done(self, slot_B: Tensor) -> Tensor:
-        """The slots, with the spare slot in place of requests that may have no more tokens.
-
-        The last token of such a request need not be computed, and may have no block.
-        """
+        """The slots, but the spare slot for each that may have no more tokens: its last token need
+        not be computed, and may have no block."""
         continues_B = self._state.length_S[slot_B] < self._state.limit_S[slot_B]
         return torch.where(continues_B, slot_B, len(self._state.length_S) - 1)
 
-    def _write_tokens(
-        self, slot_B: Tensor, first_B: Tensor, num_B: Tensor, token_BJ: Tensor
-    ) -> None:
-        """Write the first `num_B` tokens of each row to positions first_B, first_B + 1, ...
-
-        The row's other tokens go to the last place of the spare slot's row.
-        """
+    def _store(self, slot_B: Tensor, first_B: Tensor, num_B: Tensor, token_BJ: Tensor) -> None:
+        """Write the first `num_B` tokens of each row to positions first_B, first_B + 1, ... of its
+        slot, and the other tokens to a cell that is never read, the last one of the spare slot."""
         spare, end = self._state.token_SL.shape[0] - 1, self._state.token_SL.shape[1] - 1
         index_J = torch.arange(token_BJ.shape[1], device=token_BJ.device)
         is_written_BJ = index_J < num_B[:, None]
@@ -162,15 +150,10 @@ class Steps:
         place_BJ = torch.where(is_written_BJ, first_B[:, None] + index_J, end)
         self._state.token_SL[row_BJ, place_BJ] = token_BJ.to(torch.int32)
 
-    def _packed(
-        self,
-        slot_B: Tensor,
-        start_B: Tensor,
-        count_B: Tensor,
-        num_rows_B: Tensor,
-        sizes: PackSizes,
-        block_size: int,
-    ) -> ForwardBatch:
+    def _pack_spans(
+        self, slot_B: Tensor, start_B: Tensor, count_B: Tensor, num_rows_B: Tensor,
+        sizes: PackSizes, block_size: int,
+    ) -> ForwardBatch:  # fmt: skip
         """Pack tokens start..start + count - 1 of slots, with logits of the last `num_rows_B`."""
         (token_SL, block_SL, *_), (tokens, rows, queries, ahead) = self._state, sizes
         ends_B, row_ends_B, device = count_B.cumsum(0), num_rows_B.cumsum(0), slot_B.device
@@ -180,9 +163,7 @@ class Steps:
             tokens, rows, longest = totals.tolist()
             room = min(token_SL.shape[1], columns * block_size)
             if longest > room:
-                raise IntegrityError(
-                    f"{longest} tokens of a request whose slot has room for {room}"
-                )
+                raise IntegrityError(f"{longest} tokens in a slot that has room for {room}")
             columns = min(columns, -(-(longest + ahead) // block_size))
         index_T = torch.arange(tokens, device=device)
         request_T = torch.searchsorted(ends_B, index_T, right=True)
@@ -192,7 +173,7 @@ class Steps:
         position_T = torch.where(is_real_T, index_T + (length_B - ends_B)[request_T], 0)
         token_T = token_SL[slot_T, position_T].to(torch.int64)
         if device.type == "cpu" and (token_T < 0).any():
-            raise IntegrityError("a token is to be computed that was never written")
+            raise IntegrityError("a token to compute was never written")
         index_N = torch.arange(rows, device=device)
         request_N = torch.searchsorted(row_ends_B, index_N, right=True)
         is_real_N, request_N = request_N <= last, request_N.clamp(max=last)

@@ -1,14 +1,7 @@
 """Verification in three stages: reductions per row -> a rule -> one draw per request; its evidence.
 
-Belongs here: the reductions, the residual, the emitted tokens, and the evidence of a verdict. Does
-not: the rules (`ops/rules.py`), reading rows (`process`) and drawing from them (`sample`).
-
-q(x) is read from the cache as one number. p(x) takes a pass over the row of every draft with a q,
-and the token after the accepted drafts takes one more pass. The block rule reads p and q of every
-draft except the first once more, for its residual masses.
-
-Other backends use `evidence_by`, too. It reads rows with their functions and waits for no device,
-and its shapes do not depend on tensors' values. On a GPU it runs outside of captured graphs.
+q(x) is one number of the cache. p(x) takes a pass over the row of every draft with a q, and the
+token after the accepted drafts one more; the block rule reads p and q of each later draft twice.
 
 Shapes: B requests, K columns of drafts, N rows, V vocabulary, W the vocabulary padded to whole
 blocks, M drafts or rows as a flat list, R drafts, rows or requests processed at a time, J rows of a
@@ -38,18 +31,17 @@ from foretoken.ops.types import (  # isort: skip
 _ProcessLogits = Callable[[Rows], Tensor]
 _Logprobs = Callable[[Rows, Tensor, int], Logprobs]
 
-_AT_ONCE = 1 << 22  # logits of evidence at a time, however many requests need it
+_AT_ONCE = 1 << 22  # most logits that evidence processes at a time
 
 
 class Batch(NamedTuple):
     """The data that the stages share.
 
-    inputs:      the arguments of `verify`
     rows:        the N target rows, each with the parameters of its request's slot
     first_row_B: index of the row that decides the request's first token
     one_hot_p_B: whether p is one-hot at the target's own draw: at T = 0 and under COUPLED
-    real_q_B:    whether the request's q is read: as in `inputs`, but False if p is one-hot
-    finite_BK1:  filled by the stages: False where a target row was read and is not finite
+    real_q_B:    whether the request's q is read from the cache: never if p is one-hot
+    finite_BK1:  written by the stages: False where a target row was read and is not finite
     """
 
     inputs: VerifyBatch
@@ -66,22 +58,22 @@ class Batch(NamedTuple):
 def verify(inputs: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`."""
     params, slot_B, drafts = inputs.params, inputs.slot_B, inputs.drafts
-    most, num_rows_B, rule_B = drafts.token_BK.shape[1], drafts.num_B + 1, params.rule_S[slot_B]
-    rules_of(rule_B.tolist())
+    columns, num_rows_B, rule_B = drafts.token_BK.shape[1], drafts.num_B + 1, params.rule_S[slot_B]
+    rules_of(rule_B.tolist())  # raises an error for an unknown rule
     slot_N = slot_B.repeat_interleave(num_rows_B, output_size=len(inputs.logits_NV))
     one_hot_p_B = (params.temperature_S[slot_B] == 0) | (rule_B == Rule.COUPLED)
     batch = Batch(
         inputs, rows=Rows(inputs.logits_NV, params, slot_N, inputs.edits),
         first_row_B=num_rows_B.cumsum(0) - num_rows_B, rule_B=rule_B, one_hot_p_B=one_hot_p_B,
         token_BK=drafts.token_BK.long(), real_q_B=drafts.real_q_B & ~one_hot_p_B,
-        finite_BK1=slot_B.new_ones(len(slot_B), most + 1, dtype=torch.bool),
+        finite_BK1=slot_B.new_ones(len(slot_B), columns + 1, dtype=torch.bool),
         vocabulary=inputs.logits_NV.shape[1],
     )  # fmt: skip
     n_accept_B, rejected_B, log_w_B = _decide(batch)
     last_B1 = _draw_last(batch, n_accept_B, rejected_B, log_w_B)[:, None]
     n_accept_B1 = n_accept_B[:, None]
-    after_BK1 = torch.arange(most + 1, device=slot_B.device) > n_accept_B1
-    # Rows 0..n_accept must be finite. Only SYNTHETIC accepts a draft at a row that is not.
+    after_BK1 = torch.arange(columns + 1, device=slot_B.device) > n_accept_B1
+    # Rows 0..n_accept must be finite; only SYNTHETIC accepts drafts whatever their rows hold.
     finite_B = (batch.finite_BK1 | after_BK1).all(dim=1)
     last_B1.masked_fill_(~finite_B[:, None], -1)
     token_BK1 = pad(batch.token_BK, (0, 1)).masked_fill_(after_BK1, -1)
@@ -90,11 +82,8 @@ def verify(inputs: VerifyBatch) -> Verdict:
 
 
 def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Stages (i) and (ii), reductions and rule: n_accept_B, rejected_B, log_w_B.
-
-    rejected_B: whether a draft with a q follows the accepted drafts; then the last token is drawn
-                from the residual
-    log_w_B:    log of the residual's weight
+    """Stages (i) and (ii), reductions and rule: n_accept_B; rejected_B, whether the last token
+    replaces a draft that has a q, and is drawn from the residual; log_w_B, log of its weight w.
     """
     zero_B, rules = torch.zeros_like(batch.first_row_B), batch.inputs.params.rules
     if batch.token_BK.shape[1] == 0:  # plain decoding
@@ -122,30 +111,37 @@ def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _log_q(batch: Batch) -> Tensor:
-    """log q(x_i), [B, K]: 0 if q is one-hot; for a real q raw logit / T - LSE, from the cache.
-
-    It is -inf (q = 0) if there is no draft i, if the draft row is not finite, or if x_i is outside
-    the row's vocabulary or below its threshold; and for all later drafts of the request.
-    """
-    token_BK, slot_B, cache = batch.token_BK, batch.inputs.slot_B, batch.inputs.drafts.cache
+    """log q(x_i), [B, K]: 0 if q is one-hot, else from the cache. It is -inf (q = 0) if there is no
+    draft i, if the draft row is not finite, or if x_i is outside the drafter's vocabulary or below
+    the threshold; and for all later drafts of the request."""
+    token_BK, inputs = batch.token_BK, batch.inputs
     index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
-    known_BK = (index_K < batch.inputs.drafts.num_B[:, None]) & (token_BK >= 0)
-    # Under SYNTHETIC a rate would emit ids that the target does not have.
-    known_BK &= (token_BK < batch.vocabulary) | (batch.rule_B != Rule.SYNTHETIC)[:, None]
+    is_draft_BK = (index_K < inputs.drafts.num_B[:, None]) & (token_BK >= 0)
+    # Under SYNTHETIC a rate would accept ids that the target does not have.
+    is_draft_BK &= (token_BK < batch.vocabulary) | (batch.rule_B != Rule.SYNTHETIC)[:, None]
     log_q_BK = torch.zeros_like(token_BK, dtype=torch.float64)
-    if cache is not None:
-        entry, width = (slot_B[:, None], index_K), cache.logits_SKV.shape[2]
-        raw_BK = cache.logits_SKV[(*entry, token_BK.clamp(0, width - 1))].float()
-        temperature_B1 = temperatures(batch.inputs.params, slot_B)[:, None]
-        real_BK = raw_BK / temperature_B1 - cache.lse_SK[entry]
-        kept_BK = (token_BK < width) & (raw_BK >= cache.threshold_SK[entry])
-        real_BK = torch.where(kept_BK & real_BK.isfinite(), real_BK, -torch.inf)
+    if inputs.drafts.cache is not None:
+        cached = _cached_log_q(inputs.drafts.cache, inputs.params, inputs.slot_B, index_K, token_BK)
+        real_BK, is_kept_BK, _ = cached
+        real_BK = torch.where(is_kept_BK & real_BK.isfinite(), real_BK, -torch.inf)
         log_q_BK = torch.where(batch.real_q_B[:, None], real_BK, log_q_BK)
-    return log_q_BK.masked_fill_(known_BK.cumprod(dim=1) == 0, -torch.inf)
+    return log_q_BK.masked_fill_(is_draft_BK.cumprod(dim=1) == 0, -torch.inf)
+
+
+def _cached_log_q(
+    cache: DraftCache, params: SlotParams, slot_R: Tensor, index_J: Tensor, token_RJ: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of draft rows `index_J` of slots: log q of a token, if q keeps the token; whether q keeps it;
+    the LSE."""
+    entry, width = (slot_R[:, None], index_J), cache.logits_SKV.shape[2]
+    raw_RJ = cache.logits_SKV[(*entry, token_RJ.clamp(0, width - 1))].float()
+    lse_RJ = cache.lse_SK[entry]
+    is_kept_RJ = (token_RJ >= 0) & (token_RJ < width) & (raw_RJ >= cache.threshold_SK[entry])
+    return raw_RJ / temperatures(params, slot_R)[:, None] - lse_RJ, is_kept_RJ, lse_RJ
 
 
 def _noise(batch: Batch, b_M: Tensor, i_M: Tensor, streams: tuple[Stream, Stream]) -> RowNoise:
-    """TARGET or RESIDUAL noise of rows i_M of requests b_M."""
+    """TARGET or RESIDUAL noise of row i_M of each request b_M."""
     inputs = batch.inputs
     key_M, position_M = inputs.params.key_S[inputs.slot_B[b_M]], inputs.position_B[b_M] + i_M
     token_M, block_M = (torch.full_like(b_M, stream) for stream in streams)
@@ -156,15 +152,12 @@ def _log_p_one_hot(batch: Batch, b_M: Tensor, i_M: Tensor) -> Tensor:
     """log p(x_i) where p is one-hot at the target's own draw: 0 if x_i is that draw, else -inf."""
     drawn = draw_rows(batch.rows, batch.first_row_B[b_M] + i_M, _noise(batch, b_M, i_M, TARGET))
     batch.finite_BK1[b_M, i_M] = drawn.finite_M
-    same_M = (drawn.token_M == batch.token_BK[b_M, i_M]) & drawn.finite_M
-    return torch.where(same_M, 0.0, -torch.inf).double()
+    equal_M = (drawn.token_M == batch.token_BK[b_M, i_M]) & drawn.finite_M
+    return torch.where(equal_M, 0.0, -torch.inf).double()
 
 
 def _log_p(batch: Batch, b_R: Tensor, i_R: Tensor) -> Tensor:
-    """log p(x_i) of drafts i_R of requests b_R.
-
-    It is -inf for ids >= V, for dropped tokens, and in rows that are not finite.
-    """
+    """log p(x_i) of drafts i_R of requests b_R: -inf where p(x_i) = 0 or the row is not finite."""
     p = distribution(batch.rows, batch.first_row_B[b_R] + i_R)
     token_R, finite_R = batch.token_BK[b_R, i_R], p.max_R.isfinite()
     batch.finite_BK1[b_R, i_R] = finite_R
@@ -176,19 +169,17 @@ def _log_p(batch: Batch, b_R: Tensor, i_R: Tensor) -> Tensor:
 
 def _uniforms(inputs: VerifyBatch, slot_R: Tensor, position_R: Tensor) -> Tensor:
     """The acceptance uniforms of these requests, float64 [R, K]."""
-    most = inputs.drafts.token_BK.shape[1]
-    index_M = torch.arange(most, device=slot_R.device).repeat(len(slot_R))
-    key_M = inputs.params.key_S[slot_R].repeat_interleave(most)
-    position_M = position_R.repeat_interleave(most) + index_M
+    columns = inputs.drafts.token_BK.shape[1]
+    index_M = torch.arange(columns, device=slot_R.device).repeat(len(slot_R))
+    key_M = inputs.params.key_S[slot_R].repeat_interleave(columns)
+    position_M = position_R.repeat_interleave(columns) + index_M
     u_M = first_uniform(key_M, position_M, index_M, Stream.ACCEPT, inputs.fp64_noise)
-    return u_M.double().view(len(slot_R), most)
+    return u_M.double().view(len(slot_R), columns)
 
 
 def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tensor:
-    """S_{i-1} = sum_x max(w_{i-1} p(x) - q(x), 0) of the row of x_i, [B, K], for the block rule.
-
-    It is 0 where p is not finite, and where the rule does not read S: for x_1, if q = 0, at T=0.
-    """
+    """S_{i-1} = sum_x max(w_{i-1} p(x) - q(x), 0) of the row of x_i, [B, K], for the block rule; 0
+    where p is not finite, and where the rule does not read S: for x_1, if q = 0, at T=0."""
     log_w_BK, mass_BK = log_w_BK1[:, :-1], torch.zeros_like(log_q_BK)
     is_read_BK = (log_q_BK > -torch.inf) & (log_w_BK > -torch.inf)
     is_read_BK &= ((batch.rule_B == Rule.BLOCK) & ~batch.one_hot_p_B)[:, None]
@@ -203,16 +194,11 @@ def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tenso
 
 
 def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R: Tensor) -> Tensor:
-    """max(w p - q, 0) in the rows of drafts i_R of requests b_R, float64 [R, W].
-
-    weight_RW: the weights of p, not normalised
-    """
+    """max(w p - q, 0) in the rows of drafts i_R of requests b_R, float64 [R, W]; `weight_RW`: the
+    weights of p, not normalised."""
     rest_RW = weight_RW * (log_w_R.exp() / weight_RW.sum(dim=1))[:, None]
-    token_R, real_R, cache = (
-        batch.token_BK[b_R, i_R],
-        batch.real_q_B[b_R],
-        batch.inputs.drafts.cache,
-    )
+    token_R, real_R = batch.token_BK[b_R, i_R], batch.real_q_B[b_R]
+    cache = batch.inputs.drafts.cache
     one_hot = (~real_R & (token_R < batch.vocabulary)).nonzero()[:, 0]
     rest_RW[one_hot, token_R[one_hot]] = 0.0
     real = real_R.nonzero()[:, 0]
@@ -233,13 +219,9 @@ def _q_rows(
 
 
 def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -> Tensor:
-    """Stage (iii): draw the token after the first i_B drafts, which were accepted: int64 [B].
-
-    The token in place of a rejected draft that has a q is drawn with RESIDUAL noise: from the
-    residual, or from p if the residual has no mass. Any other token is drawn from p with TARGET
-    noise: the target's own draw, the bonus token, and the token in place of a placeholder or of a
-    draft with a row that is not finite.
-    """
+    """Stage (iii): the token after the i_B accepted drafts, int64 [B]. In place of a rejected draft
+    that has a q, it is drawn with RESIDUAL noise from the residual, or from p if the residual has
+    no mass; otherwise with TARGET noise from p."""
     row_B, last_B = batch.first_row_B + i_B, torch.empty_like(i_B)
     b = (~rejected_B).nonzero()[:, 0]
     if len(b):
@@ -259,7 +241,7 @@ def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -
 
 
 class _Subset(NamedTuple):
-    """The R requests that need evidence, and how the backend reads their rows."""
+    """The R requests that need evidence, and the backend's functions that read their rows."""
 
     process_logits: _ProcessLogits
     logprobs: _Logprobs
@@ -282,7 +264,8 @@ class _Subset(NamedTuple):
 def evidence_by(
     process_logits: _ProcessLogits, logprobs: _Logprobs
 ) -> Callable[[VerifyBatch, Verdict, Tensor], Evidence]:
-    """Make `Backend.evidence` for a backend that has these functions."""
+    """Make `Backend.evidence` for a backend that has these functions; it waits for no device, since
+    its shapes do not depend on the values of tensors."""
 
     def evidence(inputs: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
         most_logits = (inputs.drafts.token_BK.shape[1] + 1) * inputs.logits_NV.shape[1]
@@ -294,16 +277,12 @@ def evidence_by(
 
 
 def _evidence(
-    process_logits: _ProcessLogits,
-    logprobs: _Logprobs,
-    inputs: VerifyBatch,
-    verdict: Verdict,
+    process_logits: _ProcessLogits, logprobs: _Logprobs, inputs: VerifyBatch, verdict: Verdict,
     request_R: Tensor,
-) -> Evidence:
-    """The evidence of requests `request_R`, all at a time."""
+) -> Evidence:  # fmt: skip
     drafts, slot_R = inputs.drafts, inputs.slot_B[request_R]
-    most, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
-    index_RK = torch.arange(most, device=slot_R.device).expand(len(slot_R), most)
+    columns, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
+    index_RK = torch.arange(columns, device=slot_R.device).expand(len(slot_R), columns)
     token_RK = drafts.token_BK[request_R].long()
     one_hot_p_R = inputs.params.temperature_S[slot_R] == 0
     one_hot_p_R |= inputs.params.rule_S[slot_R] == Rule.COUPLED
@@ -320,7 +299,7 @@ def _evidence(
     q_RK = _q_of_drafts(subset, index_RK)
     q_R1 = _q_of_last(subset, q_RK, accepted_R1, last_R1)
     mass_RK = torch.full_like(p_RK, torch.nan)
-    if Rule.BLOCK in inputs.params.rules and most > 1:
+    if Rule.BLOCK in inputs.params.rules and columns > 1:
         mass_RK[:, :-1] = _masses(subset, p_RK, q_RK, finite_RK)
     return Evidence(
         token_RK, torch.cat([p_RK, p_R1], dim=1), torch.cat([q_RK, q_R1], dim=1),
@@ -329,7 +308,7 @@ def _evidence(
 
 
 def _p_of_tokens(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> tuple[Tensor, Tensor]:
-    """p of tokens in rows `index_RJ` of each request, float64; and whether the rows are finite."""
+    """p of tokens in rows `index_RJ` of each request, float64; and whether each row is finite."""
     vocabulary, rows = subset.inputs.logits_NV.shape[1], subset.rows(index_RJ)
     token_M = token_RJ.flatten()
     logprobs = subset.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
@@ -343,28 +322,22 @@ def _p_of_tokens(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> tuple[T
 
 
 def _q_of_tokens(subset: _Subset, index_RJ: Tensor, token_RJ: Tensor) -> Tensor:
-    """q of tokens in draft rows `index_RJ`, from the cache: float64, NaN if the row is not finite.
-
-    Without a cache it is 1.
-    """
+    """q of tokens in draft rows `index_RJ`, from the cache: float64; NaN if the row is not finite,
+    1 without a cache."""
     cache, params = subset.inputs.drafts.cache, subset.inputs.params
     if cache is None:
         return torch.ones_like(token_RJ, dtype=torch.float64)
-    entry, width = (subset.slot_R[:, None], index_RJ), cache.logits_SKV.shape[2]
-    raw_RJ = cache.logits_SKV[(*entry, token_RJ.clamp(0, width - 1))].float()
-    lse_RJ = cache.lse_SK[entry]
-    q_RJ = (raw_RJ / temperatures(params, subset.slot_R)[:, None] - lse_RJ).exp()
-    is_kept_RJ = (token_RJ >= 0) & (token_RJ < width) & (raw_RJ >= cache.threshold_SK[entry])
-    return torch.where(is_kept_RJ, q_RJ, 0.0).masked_fill_(~lse_RJ.isfinite(), torch.nan)
+    log_q_RJ, is_kept_RJ, lse_RJ = _cached_log_q(cache, params, subset.slot_R, index_RJ, token_RJ)
+    return torch.where(is_kept_RJ, log_q_RJ.exp(), 0.0).masked_fill_(~lse_RJ.isfinite(), torch.nan)
 
 
 def _q_of_drafts(subset: _Subset, index_RK: Tensor) -> Tensor:
-    """q(x_i) of all drafts, [R, K]: 1 if q is one-hot, 0 for an id that cannot be emitted."""
+    """q(x_i) of all drafts, [R, K]: 1 if q is one-hot; 0 for a placeholder or an unknown id."""
     inputs, token_RK = subset.inputs, subset.token_RK
-    is_token_RK = token_RK < inputs.logits_NV.shape[1]
-    is_token_RK |= (inputs.params.rule_S[subset.slot_R] != Rule.SYNTHETIC)[:, None]
+    is_draft_RK = token_RK < inputs.logits_NV.shape[1]
+    is_draft_RK |= (inputs.params.rule_S[subset.slot_R] != Rule.SYNTHETIC)[:, None]
     q_RK = torch.where(subset.real_q_R[:, None], _q_of_tokens(subset, index_RK, token_RK), 1.0)
-    return torch.where(is_token_RK & (token_RK >= 0), q_RK, 0.0)
+    return torch.where(is_draft_RK & (token_RK >= 0), q_RK, 0.0)
 
 
 def _q_of_last(subset: _Subset, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tensor) -> Tensor:
@@ -380,17 +353,15 @@ def _q_of_last(subset: _Subset, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tens
 
 
 def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Tensor:
-    """S_i of the block rule for all drafts that another draft follows, [R, K - 1]; else NaN.
-
-    For a one-hot q, S_i is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary.
-    """
-    params, cache, most = subset.inputs.params, subset.inputs.drafts.cache, p_RK.shape[1]
+    """S_i of the block rule for drafts with a draft after them, [R, K - 1]; NaN elsewhere. For a
+    one-hot q, S_i is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary."""
+    params, cache, columns = subset.inputs.params, subset.inputs.drafts.cache, p_RK.shape[1]
     is_draft_RK = q_RK > 0
     log_q_RK = torch.where(is_draft_RK, q_RK, 0.0).log()
     w_RK = block_weights(RuleInputs(p_RK.log(), log_q_RK, log_q_RK))[:, 1:-1].exp()
     mass_RK = w_RK * (1 - p_RK[:, 1:])
     if cache is not None:
-        following_RK = torch.arange(1, most, device=p_RK.device).expand_as(mass_RK)
+        following_RK = torch.arange(1, columns, device=p_RK.device).expand_as(mass_RK)
         rows, index_M = subset.rows(following_RK), following_RK.flatten()
         rest_MV = subset.process_logits(rows).double().softmax(dim=1)
         rest_MV.mul_(w_RK.reshape(-1, 1))
@@ -399,21 +370,18 @@ def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> T
         sum_RK = rest_MV.clamp_(min=0.0).sum(dim=1).view_as(mass_RK)
         mass_RK = torch.where(subset.real_q_R[:, None], sum_RK, mass_RK)
     mass_RK = torch.where(finite_RK[:, 1:], mass_RK, 0.0)
-    index_RK = torch.arange(most, device=p_RK.device)
+    index_RK = torch.arange(columns, device=p_RK.device)
     is_draft_RK = (is_draft_RK & (index_RK < subset.num_R[:, None])).cumprod(dim=1)[:, 1:] > 0
     is_block_R = params.rule_S[subset.slot_R] == Rule.BLOCK
     return torch.where(is_draft_RK & is_block_R[:, None], mass_RK, torch.nan)
 
 
 def _edits_of(edits: Edits, row_M: Tensor, exists_M: Tensor) -> Edits:
-    """The edits of rows `row_M`; no edits where `exists_M` is False, which marks padding.
-
-    Rows that are not padding are distinct.
-    """
+    """The edits of rows `row_M`, which must be distinct where `exists_M`; none for the others."""
     start_M = edits.start_N1[row_M]
     count_M = (edits.start_N1[row_M + 1] - start_M) * exists_M
     new_M1 = pad(count_M.cumsum(0), (1, 0))
-    # The number of entries; on a device an upper bound, since reading the number would wait.
+    # The number of entries; on a device an upper bound, since reading the number means waiting.
     size = int(new_M1[-1]) if row_M.is_cpu else len(edits.token_M)
     index_E = torch.arange(size, device=row_M.device)
     m_E = torch.searchsorted(new_M1[1:], index_E, right=True).clamp_(max=len(row_M) - 1)

@@ -1,19 +1,16 @@
-#include "attention.h"
-
+// Causal attention of ragged queries over paged keys and values. A query reads its keys in the order of
+// positions, whatever other queries share the pass. It multiplies no value of a key that it may not see,
+// so that the unused part of a block may hold anything, even NaN.
 #include <algorithm>
 #include <type_traits>
-#include <vector>
-
-#include "pool.h"
-#include "simd.h"
+#include "stack.h"
 
 namespace foretoken {
 namespace {
+constexpr int kMostRows = 24;  // rows of a tile, which share each read of K and V
+constexpr int kRowBlock = 6;   // rows that are in registers at the same time
 
-constexpr int kMostRows = 24;  // (query, head) pairs per tile, which share each read of K and V
-constexpr int kRowBlock = 6;   // of them in registers at once
-
-// Rows of one tile: queries q0.. of one request times the heads that share one K/V head.
+// The rows of one tile: each is a query of one of the heads that share a K/V head.
 struct QueryTile {
   const AttentionShape& shape;
   const int64_t* blocks;
@@ -22,9 +19,9 @@ struct QueryTile {
   int rows = 0;
   const float* query[kMostRows] = {};
   float* out[kMostRows] = {};
-  int64_t begin[kMostRows] = {}, end[kMostRows] = {};  // keys that the row sees
-  int64_t first_block = 0, last_block = 0;             // blocks that any row sees
-  float* score = nullptr;  // [rows][stride], from the first key of first_block
+  int64_t begin[kMostRows] = {}, end[kMostRows] = {};  // keys that each row sees
+  int64_t first_block = 0, last_block = 0;             // blocks with keys that any row sees
+  float* score = nullptr;  // [rows][stride], beginning with the first key of first_block
   int64_t stride = 0;
 
   float* scores_of(int r) const { return score + r * stride; }
@@ -36,10 +33,9 @@ const float* key_block(const QueryTile& t, int64_t b) {
   return t.keys + t.blocks[b] * s.kv_heads * s.key_size * s.block_size;
 }
 
-// Scores of blocks b to b+C-1 for R rows. Blocks are scattered, so the processor cannot guess the
-// next one: it is prefetched. Several blocks at once keep more additions in flight. If a block ends
-// within a vector, the rest of that vector is garbage: last vectors are stored first, so that the next
-// block's scores overwrite it, or it is masked.
+// Scores of blocks b, ..., b + C - 1 for R rows. Blocks lie apart, so the next ones are prefetched. If a
+// block ends within a vector, the rest of the vector is garbage, which the next block overwrites, since
+// the last vectors are stored first; or it is masked.
 template <int R, int C>
 void score_blocks(const QueryTile& t, int first_row, int64_t b) {
   const int64_t size = t.shape.key_size, width = t.shape.block_size;
@@ -73,7 +69,7 @@ void score_rows(const QueryTile& t, int first_row) {
   for (; b <= t.last_block; b++) score_blocks<R, 1>(t, first_row, b);
 }
 
-// work(R) with a compile-time constant R = `rows`, at most kRowBlock.
+// work(R) with the compile-time constant R = min(rows, kRowBlock).
 template <typename Work>
 void by_rows(int rows, const Work& work) {
   switch (rows) {
@@ -86,7 +82,7 @@ void by_rows(int rows, const Work& work) {
   }
 }
 
-// Turn one row's scores into weights, in place; keys that it does not see get weight 0.
+// Turn the scores of a row into weights, in place; the weight of keys outside [begin, end) is 0.
 void softmax(float* score, int64_t size, int64_t begin, int64_t end) {
   for (int64_t i = 0; i < begin; i++) score[i] = kMinusInfinity;
   for (int64_t i = end; i < size; i++) score[i] = kMinusInfinity;
@@ -103,7 +99,7 @@ void softmax(float* score, int64_t size, int64_t begin, int64_t end) {
   for (int64_t i = 0; i < size; i += kWidth) store(score + i, load(score + i) * scale);
 }
 
-// Add weight * value for keys begin..end-1 to V vectors of the outputs of R rows, from column v on.
+// Add weight * value of keys [begin, end) to V vectors of the outputs of R rows, from column v on.
 template <int R, int V>
 void mix_columns(const QueryTile& t, int first_row, int64_t begin, int64_t end, int64_t v) {
   const AttentionShape& s = t.shape;
@@ -120,8 +116,7 @@ void mix_columns(const QueryTile& t, int first_row, int64_t begin, int64_t end, 
       for (int j = 0; j < V; j++) {
         __builtin_prefetch(next + j * kWidth);
         const Vec x = load(value + j * kWidth);
-        for (int r = 0; r < R; r++)
-          sum[r][j] += t.scores_of(first_row + r)[key + i - t.origin()] * x;
+        for (int r = 0; r < R; r++) sum[r][j] += t.scores_of(first_row + r)[key + i - t.origin()] * x;
       }
     }
     key += run;
@@ -139,7 +134,7 @@ void mix_values(const QueryTile& t, int first_row, int64_t begin, int64_t end) {
   for (; v < t.shape.value_size; v += kWidth) mix_columns<R, 1>(t, first_row, begin, end, v);
 }
 
-// Keys that all rows see are read once for kRowBlock rows; others, before and after, row by row.
+// The outputs of all rows. Keys that kRowBlock rows see are read once for all, other keys row by row.
 void mix(const QueryTile& t) {
   for (int first = 0; first < t.rows; first += kRowBlock) {
     const int rows = std::min(t.rows - first, kRowBlock);
@@ -149,7 +144,7 @@ void mix(const QueryTile& t) {
       begin = std::max(begin, t.begin[r]);
       end = std::min(end, t.end[r]);
     }
-    if (begin >= end) begin = end = t.end[first];  // the windows have no key in common
+    if (begin >= end) begin = end = t.end[first];  // no key is in the windows of all rows
     for (int r = first; r < first + rows; r++)
       if (t.begin[r] < begin) mix_values<1>(t, r, t.begin[r], std::min(begin, t.end[r]));
     if (begin < end) by_rows(rows, [&](auto R) { mix_values<R>(t, first, begin, end); });
@@ -158,16 +153,15 @@ void mix(const QueryTile& t) {
   }
 }
 
-float* scratch(int64_t size) {
+// This thread's memory for scores.
+float* score_memory(int64_t size) {
   thread_local std::vector<float> memory;
   if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
   return memory.data();
 }
-
 }  // namespace
 
-void plan_attention(const AttentionBatch& batch, int64_t heads, int64_t kv_heads,
-                    AttentionPlan* plan) {
+void plan_attention(const AttentionBatch& batch, int64_t heads, int64_t kv_heads, AttentionPlan* plan) {
   const int64_t most = std::max(kMostRows / (heads / kv_heads), int64_t{1});  // tokens of a tile
   plan->tiles.clear();
   plan->num_scores = 0;
@@ -188,8 +182,8 @@ void attend(const float* query, const float* keys, const float* values,
       plan.tiles.size(), plan.num_scores * s.heads * s.key_size > 60000, [&](int64_t index) {
         const TileRange& tile = plan.tiles[index];
         const int64_t b = tile.request, head = tile.kv_head;
-        const int64_t origin = batch.length_B[b] - batch.query_start_B1[b + 1];  // of positions
-        for (int64_t h0 = 0; h0 < per_kv; h0 += kMostRows) {  // there may be more heads than rows
+        const int64_t offset = batch.length_B[b] - batch.query_start_B1[b + 1];  // position - token
+        for (int64_t h0 = 0; h0 < per_kv; h0 += kMostRows) {  // heads that share a K/V head
           const int64_t h1 = std::min(per_kv, h0 + kMostRows);
           QueryTile t{s, batch.blocks(b), keys + head * s.key_size * s.block_size,
                       values + head * s.value_size * s.block_size};
@@ -199,15 +193,15 @@ void attend(const float* query, const float* keys, const float* values,
               const int64_t row = token * s.heads + head * per_kv + h;
               t.query[r] = query + row * s.key_size;
               t.out[r] = out + row * s.value_size;
-              t.end[r] = origin + token + 1;
+              t.end[r] = offset + token + 1;
               t.begin[r] = s.window && t.end[r] > s.window ? t.end[r] - s.window : 0;
             }
           }
           t.first_block = t.begin[0] / s.block_size;
           t.last_block = (t.end[t.rows - 1] - 1) / s.block_size;
-          // Whole vectors, and one more: the last block may end within one.
+          // Whole vectors, and one more, since the last block may end within a vector.
           t.stride = (t.last_block - t.first_block + 1) * s.block_size / kWidth * kWidth + 2 * kWidth;
-          t.score = scratch(t.rows * t.stride);
+          t.score = score_memory(t.rows * t.stride);
           for (int r = 0; r < t.rows; r += kRowBlock)
             by_rows(t.rows - r, [&](auto R) { score_rows<R>(t, r); });
           for (int r = 0; r < t.rows; r++)
@@ -226,5 +220,4 @@ void write_kv(float* keys, float* values, int64_t slot, const float* key, const 
     std::memcpy(values + ((block * s.kv_heads + h) * s.block_size + offset) * s.value_size,
                 value + h * s.value_size, s.value_size * sizeof(float));
 }
-
 }  // namespace foretoken

@@ -1,26 +1,21 @@
-// The status of a call from Python. Functions that Python calls, by ctypes, are `extern "C"`, at the
-// end of their files; Python has checked their arguments.
+// The status of functions that Python calls by ctypes: those in `extern "C"`, at the end of files.
 #pragma once
-
 #include <cstdio>
 #include <new>
 #include <stdexcept>
 
 namespace foretoken {
-
 enum Status { kDone, kNotCovered, kNoMemory, kFailed, kMisfit, kNotFinite };
 
-// The engine's own numbers contradict each other. Python raises it as `IntegrityError`.
+// The engine's own numbers contradict each other: `IntegrityError` in Python.
 struct Misfit : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// A weight's scale is NaN or infinite: its file is damaged.
-struct NotFinite : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-inline thread_local char misfit[200];  // the message of the last one
+// A scale of the weights is NaN or infinite, since their file is damaged.
+struct NotFinite {};
+inline thread_local char misfit[200];  // the message of this thread's latest Misfit
 
-// An exception must not cross into Python's frames.
+// Do work(), and turn its exceptions, which must not cross into Python's frames, into a status.
 template <typename Work>
 int guarded(const Work& work) {
   try {
@@ -37,5 +32,4 @@ int guarded(const Work& work) {
     return kFailed;
   }
 }
-
 }  // namespace foretoken

@@ -1,11 +1,8 @@
-// Reading weights in the formats of files.
 #include "formats.h"
-
 #include <cstring>
 
 namespace foretoken {
 namespace {
-
 constexpr int64_t kSuper = 256;  // inputs of a block of the K formats
 
 int64_t block_bytes(Kind kind) {
@@ -24,7 +21,7 @@ int64_t block_bytes(Kind kind) {
 
 bool is_super(Kind kind) { return kind == kQ4_K || kind == kQ5_K || kind == kQ6_K; }
 
-// The block that contains a step of 32 inputs, and the step's part within it.
+// The block that contains a step of 32 inputs; `part`: the number of the step within the block.
 const uint8_t* block_of(const FileRow& row, int64_t step, int64_t* part) {
   const int64_t parts = is_super(row.kind) ? kSuper / kGroup : 1;
   *part = step % parts;
@@ -38,7 +35,7 @@ T read(const uint8_t* from) {
   return value;
 }
 
-// Sixteen bytes of nibbles: the low ones are the first 16 codes, the high ones the others.
+// The low nibbles of 16 bytes are codes 0 to 15, the high nibbles codes 16 to 31.
 void read_nibbles(const uint8_t* from, uint8_t* code) {
   for (int i = 0; i < 16; i++) {
     code[i] = from[i] & 15;
@@ -46,7 +43,7 @@ void read_nibbles(const uint8_t* from, uint8_t* code) {
   }
 }
 
-// Scale and minimum of part `i`, six bits each, from the twelve bytes of Q4_K and Q5_K.
+// The integers of scale and minimum of part i, six bits each, in the twelve bytes of Q4_K and Q5_K.
 void read_six_bits(const uint8_t* from, int64_t i, uint8_t* scale, uint8_t* minimum) {
   if (i < 4) {
     *scale = from[i] & 63;
@@ -83,7 +80,6 @@ void decode_plain(const FileRow& row, int64_t inputs, float* out) {
     }
   }
 }
-
 }  // namespace
 
 float half_to_float(uint16_t bits) {
@@ -126,12 +122,11 @@ void read_codes(const FileRow& row, int64_t step, Codes* out) {
     case kQ8_0:
     case kInt8: {
       const uint8_t* from = row.kind == kInt8 ? row.data + step * kGroup : block + 2;
-      for (int i = 0; i < kGroup; i++) out->code[i] = from[i] ^ 128;  // signed: from -128 on
+      for (int i = 0; i < kGroup; i++) out->code[i] = from[i] ^ 128;  // -128 becomes 0
       break;
     }
     case kInt4:
-      for (int i = 0; i < kGroup; i++)
-        out->code[i] = row.data[step * 16 + i / 2] >> 4 * (i % 2) & 15;
+      for (int i = 0; i < kGroup; i++) out->code[i] = row.data[step * 16 + i / 2] >> 4 * (i % 2) & 15;
       break;
     case kQ4_0:
     case kQ4_1:
@@ -184,7 +179,7 @@ void decode_row(const FileRow& row, int64_t inputs, float* out) {
   Codes codes{};
   for (int64_t step = 0; step < inputs / kGroup; step++, out += kGroup) {
     read_codes(row, step, &codes);
-    if (row.kind >= kInt8) continue;  // no embedding has these formats
+    if (row.kind >= kInt8) continue;  // only embeddings are decoded, and none has these formats
     const BlockScales block = read_scales(row, step);
     const float scale = half_to_float(block.scale), minimum = half_to_float(block.minimum);
     for (int i = 0; i < kGroup; i++) {
@@ -203,5 +198,4 @@ void decode_row(const FileRow& row, int64_t inputs, float* out) {
     }
   }
 }
-
 }  // namespace foretoken

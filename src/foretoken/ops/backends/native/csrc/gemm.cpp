@@ -1,17 +1,10 @@
 #include "gemm.h"
-
 #include <sys/mman.h>
-
 #include <algorithm>
 #include <chrono>
-#include <cstdint>
-#include <new>
-#include <utility>
 
 namespace foretoken {
-
-// Fresh pages from the system: they are zero, and are created when first written, by the threads that
-// pack weights.
+// Pages from the system: they are zero, and are created by the threads that write the weights.
 Arena::Arena(int64_t bytes) : size_(bytes + kHuge) {
   void* mapped = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) throw std::bad_alloc();
@@ -19,11 +12,9 @@ Arena::Arena(int64_t bytes) : size_(bytes + kHuge) {
   const auto at = reinterpret_cast<uintptr_t>(mapped);
   taken_ = static_cast<int64_t>((at + kHuge - 1) / kHuge * kHuge - at);
 #ifdef MADV_HUGEPAGE
-  madvise(mapped_ + taken_, bytes, MADV_HUGEPAGE);  // may be refused: then pages are small
+  madvise(mapped_ + taken_, bytes, MADV_HUGEPAGE);  // if this fails, pages are small
 #endif
 }
-
-Arena::Arena(Arena&& other) noexcept { *this = std::move(other); }
 
 Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(mapped_, other.mapped_);
@@ -43,12 +34,8 @@ uint8_t* Arena::take(int64_t bytes) {
 }
 
 Packed::Packed(int64_t outputs, int64_t inputs, Kind kind, int64_t group, Arena& arena)
-    : outputs(outputs),
-      inputs(inputs),
-      panels((outputs + kPanel - 1) / kPanel),
-      group(group),
-      kind(kind),
-      weights_(arena.take(size(outputs, inputs, kind, group))) {}
+    : outputs(outputs), inputs(inputs), panels((outputs + kPanel - 1) / kPanel), group(group),
+      kind(kind), weights_(arena.take(size(outputs, inputs, kind, group))) {}
 
 bool Packed::fill_panel(int64_t p, const FileRow* rows) {
   uint8_t* panel = weights_ + p * panel_size(inputs, kind, group);
@@ -69,7 +56,7 @@ bool Packed::fill_panel(int64_t p, const FileRow* rows) {
       }
     }
   }
-  return true;  // Python checks plain numbers
+  return true;  // plain numbers have no scales
 }
 
 Activations& rounded(const float* x, int64_t rows, int64_t inputs) {
@@ -79,9 +66,7 @@ Activations& rounded(const float* x, int64_t rows, int64_t inputs) {
 }
 
 namespace {
-
-// Distance in floats from a load to its prefetch; past the end of a panel the next one begins. Shorter
-// and longer distances were slower for six rows (decision 013).
+// Floats from a load to its prefetch: the fastest distance for six rows (decision 013).
 constexpr int64_t kAhead = 16384 / sizeof(float);
 
 template <Fetch F>
@@ -90,7 +75,6 @@ Vec fetch_and_load(const float* at) {
   return load(at);
 }
 
-// The weights of input k and a panel's outputs.
 template <Kind S, Fetch F>
 void load_weights(const float* panel, int64_t k, Vec* w) {
   if constexpr (S == kF32) {
@@ -138,14 +122,12 @@ constexpr Multiply kByRows[kRows] = {
     multiply_tile<4, 1, S, F>, multiply_tile<5, 1, S, F>, multiply_tile<6, 1, S, F>};
 
 template <Kind S>
-constexpr const Multiply* kByFetch[kFetches] = {kByRows<S, Fetch::kNoHint>,
-                                                kByRows<S, Fetch::kHint>};
+constexpr const Multiply* kByFetch[kFetches] = {kByRows<S, Fetch::kNoHint>, kByRows<S, Fetch::kHint>};
 
 constexpr const Multiply* const* kByKind[] = {kByFetch<kF32>, kByFetch<kBF16>, kByFetch<kF16>};
 constexpr Multiply kPair[] = {multiply_tile<1, 2, kF32, Fetch::kNoHint>,
                               multiply_tile<1, 2, kBF16, Fetch::kNoHint>,
                               multiply_tile<1, 2, kF16, Fetch::kNoHint>};
-
 }  // namespace
 
 void multiply_pair(const float* x, const Packed& w, int64_t p, float* out) {
@@ -157,11 +139,10 @@ void multiply(const float* x, int rows, const Packed& w, int64_t p, float* out, 
 }
 
 namespace {
-
-constexpr int64_t kMost = int64_t{256} << 20;  // bytes: more than most caches hold
-constexpr double kBudget = 0.015;              // seconds after which two rounds are enough
+constexpr int64_t kMostBytes = int64_t{256} << 20;  // more than most caches hold
+constexpr double kBudget = 0.015;                   // seconds after which two rounds are enough
 constexpr int kRounds = 5;
-constexpr double kClearly = 0.97;  // of the time with hints: below it, hints are left out
+constexpr double kMostOfHints = 0.97;  // of the time with hints: no hints if faster than that
 
 // The products of a forward pass, without the work between them.
 class Pass {
@@ -169,7 +150,7 @@ class Pass {
   Pass(const std::vector<const Packed*>& weights, int rows) : rows_(rows) {
     int64_t bytes = 0, widest = 0;
     for (const Packed* w : weights) {
-      if (bytes >= kMost) break;
+      if (bytes >= kMostBytes) break;
       weights_.push_back(w);
       bytes += w->bytes();
       widest = std::max(widest, w->inputs);
@@ -190,8 +171,7 @@ class Pass {
   int rows_;
 };
 
-// Alternates, so that a busy moment of the machine affects all alike; the best time of each counts. The
-// first pass of each turn is not timed: it brings the caches into their usual state.
+// The faster `Fetch` by its best time. They take turns, each after a pass that fills the caches.
 Fetch fastest(Pass pass, double* best) {
   double spent = 0;
   for (int round = 0; round < 2 || (round < kRounds && spent < kBudget); round++) {
@@ -202,14 +182,12 @@ Fetch fastest(Pass pass, double* best) {
       best[f] = round ? std::min(best[f], timed) : timed;
     }
   }
-  return best[0] < kClearly * best[1] ? Fetch::kNoHint : Fetch::kHint;
+  return best[0] < kMostOfHints * best[1] ? Fetch::kNoHint : Fetch::kHint;
 }
-
 }  // namespace
 
 Fetches measure_fetches(const std::vector<const Packed*>& weights, double seconds[2][kFetches]) {
   const Fetch one = fastest(Pass(weights, 1), seconds[0]);
   return {one, fastest(Pass(weights, kRows), seconds[1])};
 }
-
 }  // namespace foretoken

@@ -1,32 +1,61 @@
-// Products of a few rows with packed weights.
+// Products of a few rows with packed weights. Every output is one chain of fused multiply-adds over the
+// inputs 0, 1, ..., K - 1, or over groups of 32 inputs: a row gives the same bits in any batch.
 //
-// Every output is one chain of fused multiply-adds over k = 0, 1, ..., K-1, or over groups of 32 inputs
-// (`quantised.h`), for any number of rows, threads and tiles: a row gives the same bits in any batch.
+// For block formats a row is rounded to eight bits, with a scale per 32 numbers, as in other engines.
+// Sums over 32 inputs are exact integers, which are converted to floats and added in order.
 #pragma once
-
 #include <atomic>
-#include <cstddef>
 #include <vector>
-
 #include "call.h"
 #include "formats.h"
 #include "pool.h"
-#include "quantised.h"
 #include "simd.h"
 
 namespace foretoken {
-
 constexpr int kRows = 6;                          // rows of a register tile
 constexpr int kVecs = kWidth == 16 ? 4 : 2;       // vectors of a register tile
 constexpr int kPanel = kVecs * kWidth;            // columns of a register tile
 
-// Memory of a decoder's weights, in one piece, so that even matrices of some 100 KB lie in huge pages
-// (decision 013).
+// 32 inputs of one row: x is about scale * code.
+struct Activation {
+  float scale, total;  // total: scale * (sum[0] + sum[1])
+  int32_t sum[2];      // of the codes in each half
+};
+
+// Rows of rounded activations. NaN and infinities make the scale of their group NaN.
+class Activations {
+ public:
+  void round(const float* x, int64_t rows, int64_t inputs);
+  const int8_t* codes(int64_t row) const { return codes_.data() + row * inputs_; }
+  const Activation* groups(int64_t row) const { return groups_.data() + row * inputs_ / kGroup; }
+
+ private:
+  void round_group(const float* x, int64_t group);
+  int64_t inputs_ = 0;
+  std::vector<int8_t> codes_;
+  std::vector<Activation> groups_;
+};
+
+// A panel of a block format. Each lane of its vectors of codes holds four inputs of one output.
+struct Panel {
+  Kind kind;
+  const uint8_t* data;
+  int64_t inputs, group;
+  bool hints;  // whether to prefetch
+};
+int64_t panel_bytes(Kind kind, int64_t inputs, int64_t group, int64_t outputs);
+
+// Fill a zeroed panel from a file's rows that have data; returns false if a scale is not finite.
+bool fill_panel(Kind kind, const FileRow* rows, int64_t inputs, int64_t group, uint8_t* panel);
+
+// `count` rows (1 to kRows), starting with `first`, times a panel, into out[count][kPanel].
+void multiply_panel(const Activations& x, int64_t first, int64_t count, const Panel& panel, float* out);
+
+// Memory for the weights of a stack in one piece, for huge pages even of small matrices (decision 013).
 class Arena {
  public:
   Arena() = default;
   explicit Arena(int64_t bytes);
-  Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&& other) noexcept;
   ~Arena();
   uint8_t* take(int64_t bytes);  // aligned to a cache line, zero
@@ -38,17 +67,13 @@ class Arena {
   int64_t size_ = 0, taken_ = 0;
 };
 
-// A weight [N, K] as panels of kPanel outputs: [panels][K][kPanel] for plain numbers, else as in
-// `quantised.h`. Unused columns of a panel are zero.
-//
-// With kBF16, the upper 16 bits of a float, a word holds the same lane of two adjacent vectors, the
-// first in its low half: one shift and one mask turn both into floats.
+// A weight [N, K] as panels of kPanel outputs: [panels][K][kPanel] for plain numbers, else `Panel`s;
+// unused columns are 0. A word of kBF16 holds one lane of two adjacent vectors, the first in the low half.
 class Packed {
  public:
   Packed() = default;
-  // group: inputs per scale, for kInt8 and kInt4.
   Packed(int64_t outputs, int64_t inputs, Kind kind, int64_t group, Arena& arena);
-  // `row_at(output)`: its row in `matrix`, -1 for none. `matrix_bias` may be null. Throws `NotFinite`.
+  // row_at(output): the row of `matrix` for this output, -1 for none. `matrix_bias` may be null.
   template <typename RowAt>
   void fill(const Matrix& matrix, const float* matrix_bias, const RowAt& row_at) {
     if (matrix_bias) bias.assign(outputs, 0.0f);
@@ -63,10 +88,10 @@ class Packed {
       }
       if (!fill_panel(p, rows)) finite = false;
     });
-    if (!finite) throw NotFinite("a scale is not finite");
+    if (!finite) throw NotFinite();
   }
 
-  static int64_t size(int64_t outputs, int64_t inputs, Kind kind, int64_t group) {  // of an arena
+  static int64_t size(int64_t outputs, int64_t inputs, Kind kind, int64_t group) {  // in bytes
     return (outputs + kPanel - 1) / kPanel * panel_size(inputs, kind, group);
   }
   int64_t bytes() const { return panels * panel_size(inputs, kind, group); }
@@ -87,34 +112,32 @@ class Packed {
   uint8_t* weights_ = nullptr;
 };
 
-// Whether weights are prefetched; results do not depend on it.
+// Whether weights are prefetched by hints; results do not depend on it.
 enum class Fetch : int64_t { kNoHint, kHint };
 constexpr int kFetches = 2;
 
-// The fastest, as measured, for one row and for up to kRows rows that share each read.
 struct Fetches {
-  Fetch one = Fetch::kHint, few = Fetch::kHint;
+  Fetch one = Fetch::kHint, few = Fetch::kHint;  // for one row, for 2 to kRows rows
 };
 
-// One register tile: `rows` rows of x (stride `inputs`) times panel `p`, into out[rows][kPanel].
+// A register tile: `rows` rows of x times panel `p`, into out[rows][kPanel].
 void multiply(const float* x, int rows, const Packed& w, int64_t p, float* out, Fetch fetch);
 
-// One row times two adjacent panels, into out[2][kPanel], without hints: processors that prefetch by
-// themselves do so for both at once (one row of 59 MB: 0.93 ms instead of 1.20, on Zen 5).
+// One row times panels `p` and p + 1, into out[2][kPanel], without hints: a processor that prefetches by
+// itself does so for both (one row times 59 MB on Zen 5: 0.93 ms instead of 1.20).
 void multiply_pair(const float* x, const Packed& w, int64_t p, float* out);
 
-// Whether a product is large enough to be shared among threads (a hand-over costs about 1 us).
+// Whether a product takes longer than handing parts of it to other threads, about 1 us.
 inline bool worth_sharing(int64_t rows, const Packed& w) {
   return w.inputs * w.outputs * (rows + 3) > 200000;
 }
 
-// The rows of x, rounded for block formats; valid until the next call on this thread.
+// The rows of x, rounded for block formats, until the next call on this thread.
 Activations& rounded(const float* x, int64_t rows, int64_t inputs);
 
-// For each tile of x [rows, K] times w: epilogue(row, first output, count, values of that row).
+// x [rows, K] times w: calls epilogue(row, first, count, values) with `count` outputs, from `first` on.
 template <typename Epilogue>
-void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
-             const Epilogue& epilogue) {
+void product(const float* x, int64_t rows, const Packed& w, Fetches fetches, const Epilogue& epilogue) {
   const auto finish = [&](int64_t row, int64_t p, float* out) {
     const int64_t first = p * kPanel;
     const int64_t count = w.outputs - first < kPanel ? w.outputs - first : kPanel;
@@ -134,9 +157,9 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
     return;
   }
   const Activations* codes = is_plain ? nullptr : &rounded(x, rows, w.inputs);
-  // Several tiles read a panel several times: it must stay cached.
+  // With more than kRows rows a panel is read several times, and should stay in the cache.
   const Fetch fetch = rows == 1 ? fetches.one : rows <= kRows ? fetches.few : Fetch::kHint;
-  // With few rows a tile is one panel. Many rows are split, too, so that tiles outnumber threads.
+  // A tile of the pool is a panel times up to 16 register tiles, so that tiles outnumber threads.
   const int64_t chunk = 16 * kRows, chunks = (rows + chunk - 1) / chunk;
   parallel_for(w.panels * chunks, worth_sharing(rows, w), [&](int64_t tile) {
     const int64_t p = tile / chunks, begin = tile % chunks * chunk;
@@ -155,10 +178,7 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
   });
 }
 
-// The fastest fetches, and the best seconds of a pass over the weights with each, for one row and for
-// kRows: either may take 1.3 times as long as the other, depending on processor, size of the weights
-// and rows (decision 013). Takes up to 40 passes over `weights`, or over their first 256 MiB, fewer if
-// these take long; with the current number of threads.
+// Measure the seconds of a pass over the first 256 MiB of weights with each `Fetch`, for one row and for
+// kRows rows, and return the fastest: a pass with the other may take 1.3 times as long (decision 013).
 Fetches measure_fetches(const std::vector<const Packed*>& weights, double seconds[2][kFetches]);
-
 }  // namespace foretoken

@@ -1,12 +1,10 @@
 // The layers of a stack: packing their weights, and a pass through them.
 #include <algorithm>
 #include <cmath>
-
 #include "stack.h"
 
 namespace foretoken {
 namespace {
-
 // A panel of gate_up holds half a panel of gate, then the same outputs of up.
 constexpr int64_t kHalf = kPanel / 2;
 
@@ -14,8 +12,8 @@ int64_t gate_up_outputs(const Model& model) {
   return (model.intermediate + kHalf - 1) / kHalf * kPanel;
 }
 
-// Whether every number in a row of floats fits in the upper 16 bits.
-bool fits_half(const FileRow& row, int64_t inputs) {
+// Whether every number in a row of floats is a bfloat16.
+bool fits_bfloat16(const FileRow& row, int64_t inputs) {
   uint32_t lost = 0;
   for (int64_t k = 0; k < inputs; k++) {
     uint32_t bits;
@@ -25,57 +23,51 @@ bool fits_half(const FileRow& row, int64_t inputs) {
   return !lost;
 }
 
-// The kind in which parts are packed: as stored, except that floats which fit in 16 bits (those of a
-// bfloat16 checkpoint) are packed as such, which halves the bytes to read.
-Kind kept_as(const Matrix& matrix, int64_t inputs) {
+// The kind in which a matrix is packed: as stored, but bfloat16 if all its floats are bfloat16 numbers.
+Kind packed_kind(const Matrix& matrix, int64_t inputs) {
   const auto kind = static_cast<Kind>(matrix.parts[0]->kind);
   if (kind != kF32) return kind;
   for (int64_t n = 0, rows = rows_of(matrix); n < rows; n++)
-    if (!fits_half(row_of(matrix, n), inputs)) return kF32;
+    if (!fits_bfloat16(row_of(matrix, n), inputs)) return kF32;
   return kBF16;
 }
 
-// Adjacent parts of one kind.
-std::vector<Matrix> by_kind(const Matrix& matrix) {
+// The matrix, split into runs of parts of the same kind.
+std::vector<Matrix> split_by_kind(const Matrix& matrix) {
   std::vector<Matrix> runs;
   for (int64_t i = 0; i < matrix.count; i++) {
     const Part *part = matrix.parts[i], *last = i ? matrix.parts[i - 1] : nullptr;
-    if (last && last->kind == part->kind && last->group == part->group)
-      runs.back().count++;
-    else
-      runs.push_back({matrix.parts + i, 1});
+    if (last && last->kind == part->kind && last->group == part->group) runs.back().count++;
+    else runs.push_back({matrix.parts + i, 1});
   }
   return runs;
 }
 
-// A matrix before it is packed.
-struct Given {
+struct Unpacked {
   Matrix matrix;
   int64_t outputs, inputs;
   Kind kind;
 };
 
-// All matrices of a stack, in the order of a pass. `add` all of them, which determines the memory that
-// they need; then `take` each.
+// The matrices of a stack, in the order of a pass. After `add` of all, each `next` gives one its memory.
 class Packing {
  public:
   void add(const Matrix& matrix, int64_t inputs, int64_t outputs = 0) {
     if (!outputs) outputs = rows_of(matrix);
-    const Given one{matrix, outputs, inputs, kept_as(matrix, inputs)};
-    given_.push_back(one);
+    const Unpacked one{matrix, outputs, inputs, packed_kind(matrix, inputs)};
+    unpacked_.push_back(one);
     size_ += Arena::padded(Packed::size(outputs, inputs, one.kind, matrix.parts[0]->group));
   }
   int64_t size() const { return size_; }
-  // The next matrix, not yet filled.
-  Packed take(Arena& arena) {
-    const Given& one = given_[next_++];
+  Packed next(Arena& arena) {
+    const Unpacked& one = unpacked_[taken_++];
     return {one.outputs, one.inputs, one.kind, one.matrix.parts[0]->group, arena};
   }
 
  private:
-  std::vector<Given> given_;
+  std::vector<Unpacked> unpacked_;
   int64_t size_ = 0;
-  size_t next_ = 0;
+  size_t taken_ = 0;
 };
 
 Packing packing_of(const Model& m, const FeatureRule* rule, const LayerWeights* const* layers) {
@@ -83,16 +75,16 @@ Packing packing_of(const Model& m, const FeatureRule* rule, const LayerWeights* 
   if (rule) all.add(rule->fc, rule->states);
   for (int64_t l = 0; l < m.layers; l++) {
     const LayerWeights& w = *layers[l];
-    for (const Matrix& run : by_kind(w.qkv)) all.add(run, (rule ? 2 : 1) * m.hidden);
+    for (const Matrix& run : split_by_kind(w.qkv)) all.add(run, (rule ? 2 : 1) * m.hidden);
     all.add(w.o, m.heads * m.head_size);
     all.add(w.gate_up, m.hidden, gate_up_outputs(m));
     all.add(w.down, m.intermediate);
   }
-  all.add(m.head, m.hidden);  // last, as in a pass
+  all.add(m.head, m.hidden);
   return all;
 }
 
-// silu(gate) * up, for `count` outputs.
+// silu(gate) * up, for `count` outputs of a panel of gate_up.
 void activate(const float* values, int64_t count, float* out) {
   for (int64_t i = 0; i < count; i += kWidth) {
     const Vec gate = load(values + i), up = load(values + kHalf + i);
@@ -104,7 +96,6 @@ void activate(const float* values, int64_t count, float* out) {
     }
   }
 }
-
 }  // namespace
 
 void norm_row(const float* x, const float* weight, int64_t size, float epsilon, float* out) {
@@ -119,41 +110,37 @@ void norm_row(const float* x, const float* weight, int64_t size, float epsilon, 
 
 Stack::Stack(const Model& model, const FeatureRule* rule, const LayerWeights* const* layers,
                  float norm_epsilon, float attention_scale, float rotary_scale)
-    : model_(model),
-      rule_(rule ? *rule : FeatureRule{}),
-      has_rule_(rule),
-      norm_epsilon_(norm_epsilon),
-      attention_scale_(attention_scale),
-      rotary_scale_(rotary_scale) {
+    : model_(model), rule_(rule ? *rule : FeatureRule{}), has_rule_(rule), norm_epsilon_(norm_epsilon),
+      attention_scale_(attention_scale), rotary_scale_(rotary_scale) {
   Packing packing = packing_of(model, rule, layers);
   arena_ = Arena(packing.size());
   const auto in_order = [](int64_t output) { return output; };
   if (has_rule_) {
-    fc_ = packing.take(arena_);
+    fc_ = packing.next(arena_);
     fc_.fill(rule_.fc, nullptr, in_order);
   }
   for (int64_t l = 0; l < model.layers; l++) {
     const LayerWeights& w = *layers[l];
     Layer layer{w, {}, {}, {}, {}};
     const float* bias = w.qkv_bias;
-    for (const Matrix& run : by_kind(w.qkv)) {
-      layer.qkv.push_back(packing.take(arena_));
+    for (const Matrix& run : split_by_kind(w.qkv)) {
+      layer.qkv.push_back(packing.next(arena_));
       layer.qkv.back().fill(run, bias, in_order);
       if (bias) bias += rows_of(run);
     }
-    layer.o = packing.take(arena_);
+    layer.o = packing.next(arena_);
     layer.o.fill(w.o, w.o_bias, in_order);
-    layer.gate_up = packing.take(arena_);
+    layer.gate_up = packing.next(arena_);
     layer.gate_up.fill(w.gate_up, w.gate_up_bias, [&](int64_t output) -> int64_t {
       const int64_t at = output / kPanel * kHalf + output % kHalf;
       if (at >= model.intermediate) return -1;
       return output % kPanel < kHalf ? at : model.intermediate + at;
     });
-    layer.down = packing.take(arena_);
+    layer.down = packing.next(arena_);
     layer.down.fill(w.down, w.down_bias, in_order);
     layers_.push_back(std::move(layer));
   }
-  head_ = packing.take(arena_);
+  head_ = packing.next(arena_);
   head_.fill(model.head, nullptr, in_order);
 }
 
@@ -168,7 +155,7 @@ std::vector<const Packed*> Stack::weights() const {
   return all;
 }
 
-void Stack::place(int64_t tokens, int64_t rows) {
+void Stack::allocate(int64_t tokens, int64_t rows) {
   const int64_t q = model_.heads * model_.head_size, kv = model_.kv_heads * model_.head_size;
   const int64_t half = model_.rotary_size / 2, inputs = has_rule_ ? 2 * model_.hidden : model_.hidden;
   const std::pair<float**, int64_t> parts[] = {
@@ -190,24 +177,24 @@ void Stack::run_layers(const Batch& batch, float* const* keys, float* const* val
                          float* const* aux) {
   const int64_t h = model_.hidden;
   const size_t layers = layers_.size();
-  locate(batch.attention);
+  locate_tokens(batch.attention);
   int64_t rows = batch.num_tokens;
   for (size_t i = 0; i < layers; i++) {
     if (aux && aux[i]) std::memcpy(aux[i], x_, rows * h * sizeof(float));
     attention(layers_[i], batch, keys[i], values[i]);
-    if (i + 1 == layers && !(aux && aux[layers])) rows = keep_wanted(batch);
+    if (i + 1 == layers && !(aux && aux[layers])) rows = keep_rows(batch);
     add_product(mixed_, rows, layers_[i].o);
     mlp(layers_[i], rows);
   }
   if (aux && aux[layers]) {
     norm(model_.final_norm, rows, aux[layers]);
-    keep_wanted(batch);
+    keep_rows(batch);
   }
   if (rule_.norm_output) norm(model_.final_norm, batch.num_rows, x_);
 }
 
 // Keep only the rows of row_N in x_ and mixed_; returns their number.
-int64_t Stack::keep_wanted(const Batch& batch) {
+int64_t Stack::keep_rows(const Batch& batch) {
   const int64_t h = model_.hidden, q = model_.heads * model_.head_size;
   if (batch.num_rows == batch.num_tokens) return batch.num_rows;
   for (int64_t n = 0; n < batch.num_rows; n++) {
@@ -219,7 +206,7 @@ int64_t Stack::keep_wanted(const Batch& batch) {
   return batch.num_rows;
 }
 
-// Norm the first `rows` rows of x_.
+// Norm the first `rows` rows of x_, into `out`.
 void Stack::norm(const float* weight, int64_t rows, float* out) const {
   parallel_for(rows, rows * model_.hidden > 100000, [&](int64_t r) {
     const int64_t at = r * model_.hidden;
@@ -227,8 +214,8 @@ void Stack::norm(const float* weight, int64_t rows, float* out) const {
   });
 }
 
-// Compute each token's position and its place in the cache, the rotation angles, and the plan.
-void Stack::locate(const AttentionBatch& batch) {
+// Compute the positions of tokens, their flat indices in the cache, RoPE's angles, and the plan.
+void Stack::locate_tokens(const AttentionBatch& batch) {
   const int64_t half = model_.rotary_size / 2, width = batch.block_size;
   const int64_t tokens = batch.query_start_B1[batch.requests];
   slots_.resize(tokens);
@@ -264,11 +251,9 @@ void Stack::attention(const Layer& layer, const Batch& batch, float* keys, float
   const int64_t d = model_.head_size, q = model_.heads * d, kv = model_.kv_heads * d;
   const int64_t all = q + 2 * kv, tokens = batch.num_tokens;
   const AttentionShape s{model_.heads, model_.kv_heads, d, d, batch.attention.block_size,
-                         attention_scale_, layer.given.window};
-  if (has_rule_)
-    join_tokens(layer, batch);
-  else
-    norm(layer.given.input_norm, tokens, normed_);
+                         attention_scale_, layer.weights.window};
+  if (has_rule_) join_tokens(layer, batch);
+  else norm(layer.weights.input_norm, tokens, normed_);
   float* out = qkv_;
   for (const Packed& part : layer.qkv) {
     product(normed_, tokens, part, fetches_, [&](auto row, auto first, auto count, auto y) {
@@ -280,7 +265,7 @@ void Stack::attention(const Layer& layer, const Batch& batch, float* keys, float
     float* row = qkv_ + t * all;
     for (int64_t h = 0; h < model_.heads + model_.kv_heads; h++) {
       float* head = row + h * d;
-      const float* weight = h < model_.heads ? layer.given.q_norm : layer.given.k_norm;
+      const float* weight = h < model_.heads ? layer.weights.q_norm : layer.weights.k_norm;
       if (weight) norm_row(head, weight, d, norm_epsilon_, head);
       rotate(head, t);
     }
@@ -292,7 +277,7 @@ void Stack::attention(const Layer& layer, const Batch& batch, float* keys, float
 
 void Stack::mlp(const Layer& layer, int64_t rows) {
   const int64_t wide = model_.intermediate;
-  norm(layer.given.post_attention_norm, rows, normed_);
+  norm(layer.weights.post_attention_norm, rows, normed_);
   product(normed_, rows, layer.gate_up, fetches_, [&](auto row, auto first, auto, auto y) {
     const int64_t at = first / 2;
     activate(y, std::min(wide - at, kHalf), activated_ + row * wide + at);
@@ -307,5 +292,4 @@ void Stack::add_product(const float* input, int64_t rows, const Packed& w) {
     for (int64_t i = 0; i < count; i++) x_[row * h + first + i] += y[i];
   });
 }
-
 }  // namespace foretoken

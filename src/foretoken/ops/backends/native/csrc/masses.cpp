@@ -1,17 +1,13 @@
-// The streaming passes over a row: maxima, and sums of exponentials, a block at a time.
+// The passes over a row: maxima, and sums of exponentials, block by block.
 #include <algorithm>
-#include <cmath>
-
 #include "distribution.h"
-#include "simd.h"
 
 namespace foretoken {
 namespace {
-
-constexpr int64_t kColumn = 16;  // vectors per stored vector of maxima
-constexpr int64_t kColumns = kBlock / kColumn;
-constexpr int64_t kSegment = kColumn * kWidth;
-constexpr int kStreams = 4;
+constexpr int64_t kColumn = 16;                 // numbers of a column: one lane of 16 vectors
+constexpr int64_t kColumns = kBlock / kColumn;  // columns of a block
+constexpr int64_t kSegment = kColumn * kWidth;  // numbers between columns of the same lane
+constexpr int kPlaces = 4;                      // places of a row that are read in turn
 
 float peak_of(const float* x, int64_t padded) {
   Vec best[4] = {splat(kMinusInfinity), splat(kMinusInfinity), splat(kMinusInfinity),
@@ -22,17 +18,15 @@ float peak_of(const float* x, int64_t padded) {
 }
 
 bool has_nan(const float* x, int64_t padded) {
-  IntVec broken = {};
-  for (int64_t i = 0; i < padded; i += kWidth) broken |= load(x + i) != load(x + i);
-  return any(broken);
+  IntVec is_nan = {};
+  for (int64_t i = 0; i < padded; i += kWidth) is_nan |= load(x + i) != load(x + i);
+  return any(is_nan);
 }
 
-// Sum of exp((x - peak) / T) over x >= threshold in block j. 2^t = 2^n 2^f with |f| <= 1/2, 2^f to
-// 9e-8 before rounding, 1 at f = 0. A NaN gives NaN if nothing is dropped. The peak is not -inf.
-//
-// Each step is done for several vectors at a time: one chain of these operations takes some 40
-// cycles, and a processor does not look far enough ahead to find the next.
-template <bool cuts>
+// Sum of exp((x - peak) / T) over block j, only of x >= threshold if `drops`; else a NaN gives NaN. The
+// peak is not -inf. 2^t = 2^n 2^f with |f| <= 1/2; the error of 2^f is 9e-8 before rounding, 0 at f = 0.
+// Several vectors take each step together: one by one they would wait some 40 cycles for their results.
+template <bool drops>
 float sum_of(const Distribution& d, int64_t j, const float* x) {
   constexpr int kSteps = kWidth == 8 ? 2 : 4;  // as many as fit in 16 registers, or 32
   const Vec peak = splat(d.peak_J[j]), least = splat(d.threshold);
@@ -40,7 +34,7 @@ float sum_of(const Distribution& d, int64_t j, const float* x) {
   const int64_t padded = d.row.padded(j);
   Vec sum[kSteps] = {};
   for (int64_t i = 0; i < padded; i += kSteps * kWidth) {
-    d.row.fetch(j + 1, i, kSteps * kWidth);
+    d.row.prefetch(j + 1, i, kSteps * kWidth);
     Vec v[kSteps], t[kSteps], power[kSteps], p[kSteps];
     for (int k = 0; k < kSteps; k++) v[k] = load(x + i + k * kWidth);
     for (int k = 0; k < kSteps; k++) t[k] = max(splat(-126.0f), (v[k] - peak) * scale);
@@ -53,17 +47,16 @@ float sum_of(const Distribution& d, int64_t j, const float* x) {
     for (int k = 0; k < kSteps; k++) p[k] = p[k] * t[k] + 1.0f;
     for (int k = 0; k < kSteps; k++) {
       const IntVec factor = (IntVec)power[k] << 23;
-      sum[k] += p[k] * (Vec)(cuts ? factor & (v[k] >= least) : factor);
+      sum[k] += p[k] * (Vec)(drops ? factor & (v[k] >= least) : factor);
     }
   }
   for (int k = 1; k < kSteps; k++) sum[0] += sum[k];
   return sum_lanes(sum[0]);
 }
 
-// Peaks and column maxima of S blocks, `step` apart, all whole unless S is 1; sets `broken` if there is
-// a NaN.
+// Measure peaks and columns of S blocks, `step` apart, which are whole unless S is 1; report NaNs.
 template <int S>
-void read_blocks(Distribution& d, int64_t first, int64_t step, IntVec* broken) {
+void measure_blocks(Distribution& d, int64_t first, int64_t step, IntVec* has_nan) {
   alignas(64) float buffer[S][kBlock];
   const float* x[S];
   Vec top[S];
@@ -73,14 +66,14 @@ void read_blocks(Distribution& d, int64_t first, int64_t step, IntVec* broken) {
   }
   float* column = d.column.data() + first * kColumns;
   const int64_t padded = d.row.padded(first + (S - 1) * step);
-  IntVec bad = {};
+  IntVec is_nan = {};
   for (int64_t i = 0; i < padded; i += kSegment) {
     Vec a[S], b[S];
     for (int s = 0; s < S; s++) a[s] = b[s] = splat(kMinusInfinity);
     for (int64_t k = i; k < i + kSegment; k += 2 * kWidth) {
       for (int s = 0; s < S; s++) {
         const Vec v = load(x[s] + k), w = load(x[s] + k + kWidth);
-        bad |= (v != v) | (w != w);
+        is_nan |= (v != v) | (w != w);
         a[s] = max(v, a[s]);
         b[s] = max(w, b[s]);
       }
@@ -91,22 +84,21 @@ void read_blocks(Distribution& d, int64_t first, int64_t step, IntVec* broken) {
       top[s] = max(best, top[s]);
     }
   }
-  *broken |= bad;
+  *has_nan |= is_nan;
   std::fill(column + padded / kColumn, column + kColumns, kMinusInfinity);
   for (int s = 0; s < S; s++) d.peak_J[first + s * step] = max_lane(top[s]);
 }
 
 int64_t padded_blocks(const Row& row) { return (row.blocks() + 63) / 64 * 64; }
 
-// Log-masses relative to the row's largest logit, from sums relative to each block's own. Not inlined:
-// compilers would fuse its multiplication and addition in some places only, and `mass_of` would differ
-// from `measure_masses` in the last bit, which decides ties.
+// Log-masses, from sums relative to each block's peak. Not inlined: compilers would fuse operations in
+// some places only, and `mass_of` differ from `measure_masses` in the last bit, which decides ties.
 __attribute__((noinline)) Vec log_mass(const Distribution& d, Vec sum, Vec peak) {
   return sum == Vec{} ? splat(kMinusInfinity) : log(sum) + (peak - d.top) * d.inverse;
 }
 
 // Convert the sums in `mass_J` to log-masses, and compute the LSE.
-void finish(Distribution& d) {
+void finish_masses(Distribution& d) {
   double total = 0;
   for (size_t j = 0; j < d.mass_J.size(); j += kWidth) {
     const Vec sum = load(&d.mass_J[j]), peak = load(&d.peak_J[j]);
@@ -117,14 +109,13 @@ void finish(Distribution& d) {
   }
   d.lse = static_cast<double>(d.top) / d.temperature + std::log(total);
 }
-
 }  // namespace
 
 double Distribution::log_of(int64_t id) const {
-  if (id >= row.size) return kNothing;
+  if (id >= row.size) return kLogZero;
   const float x = row.value(id);
-  const double log_p = x >= threshold ? foretoken::log_of(x, temperature, lse) : kNothing;
-  return std::isfinite(log_p) ? log_p : kNothing;
+  const double log_p = x >= threshold ? foretoken::log_of(x, temperature, lse) : kLogZero;
+  return std::isfinite(log_p) ? log_p : kLogZero;
 }
 
 int64_t Distribution::scaled_block(int64_t j, float* out) const {
@@ -138,38 +129,37 @@ int64_t Distribution::scaled_block(int64_t j, float* out) const {
 }
 
 bool measure_peaks(Distribution& d) {
-  // A processor prefetches within a page of 4 KiB, 1024 numbers in FP32, and waits at the start of the
-  // next; reading at four places, a quarter of the row apart, it waits once for four (decision 011).
-  // Blocks that must be converted are read one by one.
-  const int64_t whole = d.row.dtype == kFloat32 ? d.row.size / kBlock : 0, step = whole / kStreams;
+  // A processor does not prefetch the next page, which is the next block in FP32, and waits for it. If
+  // blocks are read in turn at four places of the row, it waits for four at a time (decision 011).
+  const int64_t whole = d.row.dtype == kFloat32 ? d.row.size / kBlock : 0, step = whole / kPlaces;
   d.peak_J.assign(padded_blocks(d.row), kMinusInfinity);
   d.column.resize(d.row.blocks() * kColumns);
-  IntVec broken = {};
-  for (int64_t j = 0; j < step; j++) read_blocks<kStreams>(d, j, step, &broken);
-  for (int64_t j = step * kStreams; j < d.row.blocks(); j++) read_blocks<1>(d, j, 0, &broken);
+  IntVec has_nan = {};
+  for (int64_t j = 0; j < step; j++) measure_blocks<kPlaces>(d, j, step, &has_nan);
+  for (int64_t j = step * kPlaces; j < d.row.blocks(); j++) measure_blocks<1>(d, j, 0, &has_nan);
   d.top = *std::max_element(d.peak_J.begin(), d.peak_J.end());
-  return std::isfinite(d.top) && !any(broken);
+  return std::isfinite(d.top) && !any(has_nan);
 }
 
 void measure_masses(Distribution& d) {
   d.peak_J.assign(padded_blocks(d.row), kMinusInfinity);
   d.mass_J.assign(padded_blocks(d.row), 0);
   alignas(64) float buffer[kBlock];
-  bool broken = false;  // needed only for blocks without numbers: else a NaN shows in the sum
+  bool nan_in_empty = false;  // in a block that has no mass; in any other a NaN makes the mass NaN
   for (int64_t j = 0; j < d.row.blocks(); j++) {
     const float* x = d.row.block(j, buffer);
     d.peak_J[j] = peak_of(x, d.row.padded(j));
     if (d.peak_J[j] > kMinusInfinity) {
       d.mass_J[j] = sum_of<false>(d, j, x);
     } else {
-      broken |= has_nan(x, d.row.padded(j));
+      nan_in_empty |= has_nan(x, d.row.padded(j));
     }
   }
   d.top = *std::max_element(d.peak_J.begin(), d.peak_J.end());
-  if (d.top == kMinusInfinity || broken) {
+  if (d.top == kMinusInfinity || nan_in_empty) {
     d.lse = std::numeric_limits<double>::quiet_NaN();
   } else {
-    finish(d);
+    finish_masses(d);
   }
 }
 
@@ -179,10 +169,10 @@ void measure_kept(Distribution& d) {
   for (int64_t j = 0; j < d.row.blocks(); j++)
     if (d.peak_J[j] > kMinusInfinity && d.peak_J[j] >= d.threshold)
       d.mass_J[j] = sum_of<true>(d, j, d.row.block(j, buffer));
-  finish(d);
+  finish_masses(d);
 }
 
-float bound_of(const Distribution& d, int64_t j) {
+float mass_bound(const Distribution& d, int64_t j) {
   Vec sum = {};
   for (int64_t c = j * kColumns; c < (j + 1) * kColumns; c += kWidth)
     sum += exp2_of((load(&d.column[c]) - d.peak_J[j]) * (d.inverse * kLog2e));
@@ -195,7 +185,7 @@ float mass_of(const Distribution& d, int64_t j) {
   return log_mass(d, splat(sum), splat(d.peak_J[j]))[0];
 }
 
-float rank_bound(const Distribution& d, int64_t k) {
+float kth_bound(const Distribution& d, int64_t k) {
   thread_local std::vector<float> best;
   const auto kth = [&] {
     std::nth_element(best.begin(), best.begin() + (k - 1), best.end(), std::greater<>());
@@ -217,7 +207,7 @@ float rank_bound(const Distribution& d, int64_t k) {
   return k <= static_cast<int64_t>(best.size()) ? kth() : kMinusInfinity;
 }
 
-void gather(Distribution& d, float lower) {
+void list_tokens(Distribution& d, float lower) {
   d.kept.clear();
   lower = std::max(lower, -std::numeric_limits<float>::max());
   alignas(64) float buffer[kBlock];
@@ -236,14 +226,13 @@ void gather(Distribution& d, float lower) {
 
 Largest largest(const Row& row) {
   thread_local Distribution d;
-  begin(row, 1, d);
+  reset(row, 1, d);
   Largest best{0, measure_peaks(d)};
   if (d.top == kMinusInfinity) return best;
-  const int64_t found = std::find(d.peak_J.begin(), d.peak_J.end(), d.top) - d.peak_J.begin();
+  const int64_t j = std::find(d.peak_J.begin(), d.peak_J.end(), d.top) - d.peak_J.begin();
   alignas(64) float buffer[kBlock];
-  const float* x = row.block(found, buffer);
-  best.id = found * kBlock + (std::find(x, x + kBlock, d.top) - x);
+  const float* x = row.block(j, buffer);
+  best.id = j * kBlock + (std::find(x, x + kBlock, d.top) - x);
   return best;
 }
-
 }  // namespace foretoken

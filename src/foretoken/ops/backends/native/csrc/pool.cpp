@@ -1,23 +1,18 @@
 #include "pool.h"
-
 #include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
-
 #include "call.h"
 
 namespace foretoken {
 namespace {
-
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -28,20 +23,17 @@ inline void relax() {
 
 using Clock = std::chrono::steady_clock;
 
-// Longer than the gap between the loops of a pass.
+// An idle thread spins for longer than the gap between the loops of a pass; then it yields its core for
+// longer than the gap between the passes of a decode step, since waking a thread takes some 50 us.
 constexpr std::chrono::microseconds kSpin(50);
-// Longer than the gap between the passes of a decode step: waking a thread takes some 50 us, and
-// without it the first loop of a pass takes as long as on one core. Waiting threads yield the core.
-constexpr std::chrono::microseconds kPatience(600);
+constexpr std::chrono::microseconds kYield(600);
 
-// A part of a job's tiles, the same in every job with equally many tiles: weights of a share that are
-// read in every pass stay in the cache of the thread that begins with it.
+// A part of the tiles of a job (a call of `parallel`), equal in all jobs with equally many tiles.
 struct alignas(64) Share {
-  // High half: number of the job; low half: tiles not yet taken. Taking one is a compare-and-swap,
-  // so a tile belongs to the job with the number that was read with it.
+  // High half: number of the job; low half: tiles left. Compare-and-swap takes a tile of this job.
   std::atomic<uint64_t> ticket{0};
 };
-constexpr int kMostShares = 16;  // each thread looks at all of them once a job
+constexpr int kMostShares = 16;  // each thread looks at all of them in every job
 
 struct Pool {
   Share shares[kMostShares];
@@ -55,15 +47,14 @@ struct Pool {
   std::condition_variable wake;
   std::vector<std::thread> workers;
   pid_t process = getpid();
-  const int size;  // threads wanted, the calling one included
+  const int size;  // requested number of threads, including the calling thread
   const int64_t parts = std::min(size, kMostShares);
 
   explicit Pool(int threads) : size(threads) {
-    workers.reserve(threads);  // may throw bad_alloc, hence before the first thread
+    workers.reserve(threads);  // may throw bad_alloc, which must be before the first thread
     try {
       for (int i = 1; i < threads; i++) workers.emplace_back([this, i] { work(i); });
-    } catch (const std::system_error&) {
-      // The system gives no more threads: the existing ones share the work.
+    } catch (const std::system_error&) {  // no more threads: the existing threads share the work
     }
   }
 
@@ -76,8 +67,8 @@ struct Pool {
     for (auto& worker : workers) worker.join();
   }
 
-  // Run a tile of a share, if there is one left.
-  bool take_one(int64_t part) {
+  // Run a tile of a share; returns false if none is left.
+  bool run_tile(int64_t part) {
     std::atomic<uint64_t>& ticket = shares[part].ticket;
     uint64_t seen = ticket.load(std::memory_order_acquire);
     while (const int64_t left = static_cast<uint32_t>(seen)) {
@@ -94,11 +85,11 @@ struct Pool {
     return false;
   }
 
-  // Run what is left of the job, a thread's own share first.
-  void take(int64_t thread) {
+  // Run the tiles that are left of the job, those of the thread's own share first.
+  void run_tiles(int64_t thread) {
     int64_t done = 0;
     for (int64_t i = 0; i < parts; i++)
-      while (take_one((thread + i) % parts)) done++;
+      while (run_tile((thread + i) % parts)) done++;
     if (done) unfinished.fetch_sub(done, std::memory_order_release);
   }
 
@@ -107,12 +98,12 @@ struct Pool {
     auto since = Clock::now();
     while (!stop.load(std::memory_order_relaxed)) {
       if (const uint64_t next = job.load(std::memory_order_acquire); next != last) {
-        take(thread);
+        run_tiles(thread);
         last = next;
         since = Clock::now();
       } else if (const auto idle = Clock::now() - since; idle < kSpin) {
         relax();
-      } else if (idle < kPatience) {
+      } else if (idle < kYield) {
         std::this_thread::yield();
       } else {
         std::unique_lock<std::mutex> lock(sleep);
@@ -139,13 +130,13 @@ struct Pool {
       { std::lock_guard<std::mutex> lock(sleep); }
       wake.notify_all();
     }
-    take(0);
+    run_tiles(0);
     const auto since = Clock::now();
     while (unfinished.load(std::memory_order_acquire)) {
       if (Clock::now() - since < kSpin) {
         relax();
       } else {
-        std::this_thread::yield();  // a worker that holds a tile may be waiting for this core
+        std::this_thread::yield();  // a worker may be waiting for this core to finish its tile
       }
     }
     if (failed.exchange(false)) throw std::bad_alloc();
@@ -153,24 +144,23 @@ struct Pool {
 };
 
 std::mutex pool_lock;
-std::atomic<int> wanted{1};
-// Never destroyed at exit: a forked child would wait for threads that did not survive the fork.
+std::atomic<int> num_threads{1};
+// Not destroyed at exit: a forked child would wait for threads that exist only in its parent.
 std::shared_ptr<Pool>& pool = *new std::shared_ptr<Pool>;
 
-// The pool of this process with the current number of threads. A replaced pool lives on while another
-// Python thread computes with it; a parent's pool is leaked, since threads do not survive a fork.
-std::shared_ptr<Pool> current() {
+// The pool of this process with `num_threads` threads. A replaced pool lives on while another Python
+// thread uses it; a forked child leaks the pool of its parent, since threads do not survive a fork.
+std::shared_ptr<Pool> current_pool() {
   std::lock_guard<std::mutex> lock(pool_lock);
   if (pool && pool->process != getpid()) new std::shared_ptr<Pool>(std::move(pool));
-  if (!pool || pool->size != wanted) pool = std::make_shared<Pool>(wanted);
+  if (!pool || pool->size != num_threads) pool = std::make_shared<Pool>(num_threads);
   return pool;
 }
-
 }  // namespace
 
 void parallel(int64_t count, Tile tile, void* context) {
-  if (wanted > 1) {
-    const std::shared_ptr<Pool> shared = current();
+  if (num_threads > 1) {
+    const std::shared_ptr<Pool> shared = current_pool();
     std::unique_lock<std::mutex> own(shared->owner, std::try_to_lock);
     if (own) return shared->run(count, tile, context);
   }
@@ -178,8 +168,7 @@ void parallel(int64_t count, Tile tile, void* context) {
 }
 
 extern "C" int foretoken_set_num_threads(int64_t count) {
-  wanted = static_cast<int>(count);
+  num_threads = static_cast<int>(count);
   return kDone;
 }
-
 }  // namespace foretoken

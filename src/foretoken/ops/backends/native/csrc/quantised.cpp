@@ -1,23 +1,18 @@
-// Codes and scales of a panel, step by step (32 inputs), each for kVecs vectors of outputs:
-//   [header, at the first step of each block]  [scales of the step]  [codes: Bits vectors per vector]
-#include "quantised.h"
-
-#include <algorithm>
-
+// Products with weights in block formats. A panel holds, for each step of 32 inputs, of kVecs vectors of
+// outputs: a header, if a block begins; the scales of the step; `Bits` vectors of codes per vector.
 #include "gemm.h"
 
 namespace foretoken {
 namespace {
-
 typedef uint8_t ByteVec __attribute__((vector_size(kWidth * 4)));
 typedef int16_t ShortVec __attribute__((vector_size(kWidth * 4)));
 
-// Distance in bytes from a load to its prefetch. Five rows of a step are more instructions than
-// processors look ahead over: without it, five rows of 144 MB took 11.7 ms, with it 5.2 (one: 4.2).
+// Bytes from a load to its prefetch. Processors do not look ahead over the instructions of a step with
+// five rows: five rows times 144 MB took 11.7 ms without prefetches, 5.2 ms with them (one row: 4.2).
 constexpr int64_t kAhead = 8192;
 
-constexpr int kQuads = kGroup / 4;  // a lane holds four inputs
-constexpr float kLeast = 0x1p-100f;  // 127 / this is finite; as in `ops/formats.py`
+constexpr int kQuads = kGroup / 4;    // groups of four inputs, which a lane holds
+constexpr float kLeast = 0x1p-100f;  // 127 / this is finite; if no number is larger, all round to 0
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr bool kHasVnni = true;
@@ -25,8 +20,7 @@ constexpr bool kHasVnni = true;
 constexpr bool kHasVnni = false;
 #endif
 
-// Eight-bit codes are stored as they are multiplied: unsigned if the processor multiplies those, else
-// signed.
+// Whether codes of eight bits are multiplied, and stored, as signed numbers.
 #if defined(__AVX2__)
 constexpr bool kSignedBytes = !kHasVnni;
 #else
@@ -34,11 +28,11 @@ constexpr bool kSignedBytes = false;
 #endif
 
 enum class Scales {
-  kHalf,     // a half per 32 inputs
-  kMinimum,  // and a minimum
-  kSmall,    // per 256 inputs two halves, per 32 a byte for each
-  kHalves,   // per 256 inputs a half, per 16 a signed byte
-  kWide,     // a float per `group` inputs
+  kHalf,     // per 32 inputs an FP16 scale
+  kMinimum,  // per 32 inputs an FP16 scale and an FP16 minimum
+  kSmall,    // per 256 inputs an FP16 scale and minimum, per 32 inputs a byte that multiplies each
+  kHalves,   // per 256 inputs an FP16 scale, per 16 inputs a signed byte that multiplies it
+  kWide,     // per `group` inputs an FP32 scale
 };
 
 struct Layout {
@@ -87,12 +81,11 @@ Vec bytes_as_floats(const uint8_t* from) {
   return __builtin_convertvector(__builtin_convertvector(load_as<Narrow>(from), IntVec), Vec);
 }
 
-ByteVec shifted_right(ByteVec v, int bits) {  // bits that cross into a byte must be masked off
+ByteVec shifted_right(ByteVec v, int bits) {  // the caller must mask off the upper bits of each byte
   return (ByteVec)((ShortVec)v >> bits);
 }
 
-// The codes of inputs 4j to 4j + 3 of a step in each lane. Computed where they are used: eight vectors
-// of them and the sums of several rows need more registers than AVX2 has.
+// The codes of inputs 4j to 4j + 3 of a step in each lane: AVX2 lacks registers for all codes of a step.
 template <int Bits>
 ByteVec codes_at(const uint8_t* from, int j) {
   const auto vector = [&](int i) { return load_as<ByteVec>(from + i * sizeof(ByteVec)); };
@@ -100,8 +93,8 @@ ByteVec codes_at(const uint8_t* from, int j) {
   const ByteVec low = (j < 4 ? vector(j) : shifted_right(vector(j - 4), 4)) & 15;
   if constexpr (Bits == 4) return low;
   const ByteVec high = vector(Bits == 5 ? 4 : 4 + j / 4);
-  const int at = Bits == 5 ? j : 2 * (j % 4);  // of the code's upper bits in a byte
-  const ByteVec placed = at < 4 ? (ByteVec)((ShortVec)high << (4 - at)) : shifted_right(high, at - 4);
+  const int bit = Bits == 5 ? j : 2 * (j % 4);  // where the code's upper bits begin in a byte
+  const ByteVec placed = bit < 4 ? (ByteVec)((ShortVec)high << (4 - bit)) : shifted_right(high, bit - 4);
   constexpr uint8_t mask = Bits == 5 ? 16 : 48;
   return low | (placed & mask);
 }
@@ -115,7 +108,7 @@ IntVec add_products(IntVec sum, ByteVec w, ByteVec x) {
   return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
 }
 #elif defined(__AVX2__)
-IntVec add_products(IntVec sum, ByteVec, ByteVec) { return sum; }  // never called: only VNNI has it
+IntVec add_products(IntVec sum, ByteVec, ByteVec) { return sum; }  // not called without VNNI
 #endif
 
 #if defined(__AVX2__)
@@ -141,7 +134,7 @@ ByteVec with_sign_of(ByteVec x, ByteVec w) {
 #endif
 #endif
 
-// sum[r] + the sums of codes * x over inputs 4 * First to 4 * Last - 1, for R rows: integers, exact.
+// Add the products of codes and x over inputs 4 * First to 4 * Last - 1 to sum[r], for R rows; exact.
 template <int Bits, int First, int Last, int R>
 void dot(const uint8_t* codes, const int8_t* x, int64_t inputs, IntVec* sum) {
   const auto quad = [&](int r, int j) {
@@ -161,7 +154,7 @@ void dot(const uint8_t* codes, const int8_t* x, int64_t inputs, IntVec* sum) {
       for (int r = 0; r < R; r++) sum[r] += add_pairs(pairs(size, with_sign_of(quad(r, j), w)));
     }
   } else {
-    constexpr int fit = Bits == 4 ? 8 : Bits == 5 ? 4 : 2;  // sums of pairs that fit in 16 bits
+    constexpr int fit = Bits == 4 ? 8 : Bits == 5 ? 4 : 2;  // products of pairs that fit in 16 bits
 #pragma GCC unroll 8
     for (int j = First; j < Last; j += fit) {
       ShortVec part[R] = {};
@@ -183,13 +176,13 @@ void dot(const uint8_t* codes, const int8_t* x, int64_t inputs, IntVec* sum) {
 #endif
 }
 
-// The scales of a vector's outputs, from the header of their blocks and the step's own.
+// The scales of one step for vector v of outputs, from the panel's header and the scales of the step.
 template <Kind K>
-struct Scaled {
+struct StepScales {
   static constexpr Layout layout = layout_of(K);
   Vec scale, other;  // other: the minimum; with kHalves the scale of the second half
 
-  Scaled(const uint8_t* header, const uint8_t* step, int v) {
+  StepScales(const uint8_t* header, const uint8_t* step, int v) {
     const int at = v * kWidth;
     if constexpr (layout.scales == Scales::kHalf) {
       scale = halves(step + 2 * at);
@@ -208,9 +201,9 @@ struct Scaled {
     }
   }
 
-  // Add the step's part of each product to sum[r], for R rows, `inputs` numbers apart.
+  // Add the products of a step to sum[r * stride] for R rows.
   template <int R>
-  void add(Vec* sum, int64_t apart, const uint8_t* stored, const int8_t* x, const Activation* group,
+  void add(Vec* sum, int64_t stride, const uint8_t* stored, const int8_t* x, const Activation* group,
            int64_t inputs) const {
     const int64_t groups = inputs / kGroup;
     const auto start = [](int32_t codes) { return -layout.offset * codes - IntVec{}; };
@@ -220,21 +213,20 @@ struct Scaled {
       for (int r = 0; r < R; r++) codes[r] = start(group[r * groups].sum[0]);
       dot<layout.bits, 0, kQuads / 2, R>(stored, x, inputs, codes);
       for (int r = 0; r < R; r++) {
-        Vec& to = sum[r * apart];
+        Vec& to = sum[r * stride];
         to = multiply_add(floats(codes[r]), scale * group[r * groups].scale, to);
         codes[r] = start(group[r * groups].sum[1]);
       }
       dot<layout.bits, kQuads / 2, kQuads, R>(stored, x, inputs, codes);
       for (int r = 0; r < R; r++) {
-        Vec& to = sum[r * apart];
+        Vec& to = sum[r * stride];
         to = multiply_add(floats(codes[r]), other * group[r * groups].scale, to);
       }
     } else {
-      for (int r = 0; r < R; r++)
-        codes[r] = start(group[r * groups].sum[0] + group[r * groups].sum[1]);
+      for (int r = 0; r < R; r++) codes[r] = start(group[r * groups].sum[0] + group[r * groups].sum[1]);
       dot<layout.bits, 0, kQuads, R>(stored, x, inputs, codes);
       for (int r = 0; r < R; r++) {
-        Vec& to = sum[r * apart];
+        Vec& to = sum[r * stride];
         to = multiply_add(floats(codes[r]), scale * group[r * groups].scale, to);
         if constexpr (layout.scales == Scales::kMinimum || layout.scales == Scales::kSmall)
           to = multiply_add(other, splat(group[r * groups].total), to);
@@ -263,11 +255,11 @@ void multiply_rows(const Activations& x, int64_t first, const Panel& panel, floa
     constexpr int64_t bytes = (layout.step() + layout.codes()) * kPanel;
     for (int64_t line = 0; panel.hints && line < bytes; line += 64)
       __builtin_prefetch(at + kAhead + line);
-    // Otherwise GCC unrolls two steps instead, and keeps the sums in memory (one row: 1.5 times).
+    // Without this, GCC unrolls two steps and keeps the sums in memory: one row takes 1.5 times as long.
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; v++) {
-      const Scaled<K> scaled(header, at, v);
-      scaled.template add<R>(&sum[0][v], kVecs, stored + v * vector, codes + step * kGroup,
+      const StepScales<K> scales(header, at, v);
+      scales.template add<R>(&sum[0][v], kVecs, stored + v * vector, codes + step * kGroup,
                              groups + step, inputs);
     }
     at = stored + layout.codes() * kPanel;
@@ -277,8 +269,7 @@ void multiply_rows(const Activations& x, int64_t first, const Panel& panel, floa
 }
 
 template <Kind K>
-void multiply_kind(const Activations& x, int64_t first, int64_t count, const Panel& panel,
-                   float* out) {
+void multiply_kind(const Activations& x, int64_t first, int64_t count, const Panel& panel, float* out) {
   using Multiply = void (*)(const Activations&, int64_t, const Panel&, float*);
   constexpr Multiply by_rows[kRows] = {multiply_rows<K, 1>, multiply_rows<K, 2>, multiply_rows<K, 3>,
                                        multiply_rows<K, 4>, multiply_rows<K, 5>, multiply_rows<K, 6>};
@@ -287,7 +278,7 @@ void multiply_kind(const Activations& x, int64_t first, int64_t count, const Pan
 
 bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
-// Write one row's codes and scales of a step, as output c of a panel. False: a scale is not finite.
+// Write a step of a row as output c of a panel; returns false if a scale is not finite.
 bool fill_step(const FileRow& row, const Layout& layout, int64_t step, int64_t in_block, int64_t c,
                uint8_t* header, uint8_t* scales, uint8_t* codes) {
   Codes read{};
@@ -311,7 +302,7 @@ bool fill_step(const FileRow& row, const Layout& layout, int64_t step, int64_t i
   }
   if (layout.scales == Scales::kWide) {
     std::memcpy(header + 4 * c, row.scales + step / in_block, 4);
-    return true;  // these scales are checked when they are read
+    return true;  // these scales were checked when the file was read
   }
   const BlockScales block = read_scales(row, step);
   uint8_t* whole = layout.header() ? header : scales;
@@ -324,13 +315,12 @@ bool fill_step(const FileRow& row, const Layout& layout, int64_t step, int64_t i
   }
   return is_finite(block.scale) && is_finite(block.minimum);
 }
-
 }  // namespace
 
 void Activations::round(const float* x, int64_t rows, int64_t inputs) {
   inputs_ = inputs;
   const int64_t groups = inputs / kGroup;
-  // Checked separately: an earlier call may have failed between them.
+  // Two checks, since an earlier call may have failed between the two lines.
   if (static_cast<int64_t>(codes_.size()) < rows * inputs) codes_.resize(rows * inputs);
   if (static_cast<int64_t>(groups_.size()) < rows * groups) groups_.resize(rows * groups);
   parallel_for(rows, rows * inputs > 20000, [&](int64_t row) {
@@ -341,18 +331,18 @@ void Activations::round(const float* x, int64_t rows, int64_t inputs) {
 void Activations::round_group(const float* x, int64_t g) {
   typedef int8_t Narrow __attribute__((vector_size(kWidth)));
   const float* from = x + g * kGroup;
-  Vec most = {}, broken = {};
+  Vec most = {}, nan = {};
   for (int i = 0; i < kGroup; i += kWidth) {
     const Vec v = load(from + i);
     most = max(most, (Vec)((BitVec)v & 0x7fffffffu));
-    broken += v * 0.0f;  // NaN if v is NaN or infinite
+    nan += v * 0.0f;  // NaN if v is NaN or infinite, else 0
   }
   const float largest = max_lane(most), inverse = largest > kLeast ? 127.0f / largest : 0.0f;
   Activation& group = groups_[g];
   int8_t* codes = codes_.data() + g * kGroup;
-  if (const float nothing = sum_lanes(broken); nothing != 0.0f) {  // NaN, which codes cannot hold
+  if (const float any_nan = sum_lanes(nan); any_nan != 0.0f) {  // codes cannot hold a NaN
     std::memset(codes, 0, kGroup);
-    group = {nothing, nothing, {0, 0}};
+    group = {any_nan, any_nan, {0, 0}};
     return;
   }
   for (int half = 0; half < 2; half++) {
@@ -399,8 +389,7 @@ bool fill_panel(Kind kind, const FileRow* rows, int64_t inputs, int64_t group, u
   return finite;
 }
 
-void multiply_panel(const Activations& x, int64_t first, int64_t count, const Panel& panel,
-                    float* out) {
+void multiply_panel(const Activations& x, int64_t first, int64_t count, const Panel& panel, float* out) {
   switch (panel.kind) {
     case kQ8_0: return multiply_kind<kQ8_0>(x, first, count, panel, out);
     case kQ4_0: return multiply_kind<kQ4_0>(x, first, count, panel, out);
@@ -414,5 +403,4 @@ void multiply_panel(const Activations& x, int64_t first, int64_t count, const Pa
     default: return multiply_kind<kInt4>(x, first, count, panel, out);
   }
 }
-
 }  // namespace foretoken

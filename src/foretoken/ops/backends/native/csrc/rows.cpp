@@ -1,28 +1,24 @@
 #include "rows.h"
-
 #include <algorithm>
-
-#include "simd.h"
 
 namespace foretoken {
 namespace {
-
-template <Vec (*from)(HalfVec)>
+template <Vec (*to_floats)(HalfVec)>
 void convert(const uint16_t* row, int64_t count, float* out) {
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
     HalfVec h;
     std::memcpy(&h, row + i, sizeof h);
-    store(out + i, from(h));
+    store(out + i, to_floats(h));
   }
   if (i == count) return;
   HalfVec h = {};
   std::memcpy(&h, row + i, (count - i) * sizeof(uint16_t));
-  const Vec rest = from(h);
+  const Vec rest = to_floats(h);
   std::memcpy(out + i, &rest, (count - i) * sizeof(float));
 }
 
-// Set logits to -inf where the bit of `mask` is 0; its first bit belongs to x[0].
+// Set x[i] to -inf where bit i of `mask` is 0.
 void drop_masked(float* x, int64_t padded, int64_t words, const uint32_t* mask) {
   IntVec lane;
   for (int i = 0; i < kWidth; i++) lane[i] = 1 << i;
@@ -32,7 +28,6 @@ void drop_masked(float* x, int64_t padded, int64_t words, const uint32_t* mask) 
     store(x + i, kept ? load(x + i) : splat(kMinusInfinity));
   }
 }
-
 }  // namespace
 
 Row row_of(const Logits& logits, const Edits* edits, int64_t n) {
@@ -76,8 +71,7 @@ const float* Row::block(int64_t j, float* buffer) const {
   }
   for (int64_t i = count; i < padded(j); i++) buffer[i] = kMinusInfinity;
   if (mask) drop_masked(buffer, padded(j), (count + 31) / 32, mask + first / 32);
-  for (; entry < end; entry++)
-    buffer[*entry - first] = edited(buffer[*entry - first], entry - token);
+  for (; entry < end; entry++) buffer[*entry - first] = edited(buffer[*entry - first], entry - token);
   return buffer;
 }
 
@@ -97,5 +91,4 @@ float Row::value(int64_t id) const {
   }
   return x;
 }
-
 }  // namespace foretoken

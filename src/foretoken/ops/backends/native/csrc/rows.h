@@ -1,16 +1,12 @@
-// Rows of raw logits, converted and edited on load, a block at a time, so that no FP32 copy of a row
-// is ever made.
+// Rows of raw logits. They are converted to FP32 and edited block by block, without a copy of a row.
 #pragma once
-
 #include "simd.h"
 
 namespace foretoken {
-
-constexpr int64_t kBlock = 1024;  // ids per block of the hierarchical draw
-constexpr double kNothing = -std::numeric_limits<double>::infinity();
+constexpr int64_t kBlock = 1024;  // ids per block of the vocabulary
+constexpr double kLogZero = -std::numeric_limits<double>::infinity();
 
 enum Dtype { kFloat32, kBFloat16, kFloat16 };
-
 inline int64_t bytes_of(int64_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 // Rows of `vocabulary` adjacent numbers, `stride` numbers apart.
@@ -37,19 +33,16 @@ struct Row {
   const float *bias = nullptr, *repetition = nullptr, *subtract = nullptr;
 
   int64_t blocks() const { return (size + kBlock - 1) / kBlock; }
-  // Edited logits of block j, then -inf up to `padded(j)`: in `buffer` (kBlock numbers) unless they
-  // can be read in place.
+  // Edited logits of block j, padded with -inf: in place if possible, else in `buffer` (kBlock numbers).
   const float* block(int64_t j, float* buffer) const;
-  // A multiple of 256, so that no loop over a block has a remainder.
+  // Length of block j with padding: a multiple of 256, so that no loop over it has a remainder.
   int64_t padded(int64_t j) const {
     const int64_t left = size - j * kBlock;
     return left < kBlock ? (left + 255) / 256 * 256 : kBlock;
   }
   float value(int64_t id) const;
-  // Prefetch logits i, ..., i + count - 1 of block j, which may be past the end of the row. For the
-  // block after the current one: processors do not prefetch across the end of a page, and 1024 numbers
-  // in FP32 fill one.
-  void fetch(int64_t j, int64_t i, int64_t count) const {
+  // Prefetch `count` logits of block j, from i on: in FP32 the next page, which no processor prefetches.
+  void prefetch(int64_t j, int64_t i, int64_t count) const {
     const char* from = static_cast<const char*>(data) + (j * kBlock + i) * bytes_of(dtype);
     for (int64_t line = 0; line < count * bytes_of(dtype); line += 64) __builtin_prefetch(from + line);
   }
@@ -60,5 +53,4 @@ struct Row {
 
 // Row n of `logits`; `edits` may be null.
 Row row_of(const Logits& logits, const Edits* edits, int64_t n);
-
 }  // namespace foretoken

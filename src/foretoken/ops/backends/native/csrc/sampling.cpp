@@ -1,15 +1,10 @@
 #include "sampling.h"
-
 #include <algorithm>
-#include <cstring>
-
 #include "call.h"
 #include "pool.h"
-#include "simd.h"
 
 namespace foretoken {
-
-// `ops.Rows`. Without parameters and slots: raw logits, for `foretoken_logprobs` only.
+// `ops.Rows`; for `foretoken_logprobs` raw logits, if parameters and slots are null.
 struct Rows {
   const int64_t* slot_N;
   Logits logits;
@@ -22,17 +17,16 @@ struct Rows {
 };
 
 // `ops.Noise`.
-struct Places {
+struct NoiseNames {
   const int64_t *position_N, *draft_index_N;
   int64_t token_stream, block_stream, fp64;
 
-  Place at(int64_t n, const Rows& rows) const {
+  NoiseName of(int64_t n, const Rows& rows) const {
     return {rows.slot_N[n], position_N[n], draft_index_N[n], rows.logits.vocabulary, fp64};
   }
 };
 
 namespace {
-
 // Memory for `ops.Logprobs`.
 struct TopLogprobs {
   float* logprob_N;
@@ -42,43 +36,43 @@ struct TopLogprobs {
   int64_t top;
 };
 
-// Number of kept logits above `least`.
-int64_t count_above(const Distribution& d, float least) {
+// Number of kept logits above `limit`.
+int64_t count_above(const Distribution& d, float limit) {
   if (d.listed)
     return std::count_if(d.kept.begin(), d.kept.end(),
-                         [&](const Token& token) { return token.logit > least; });
+                         [&](const Token& token) { return token.logit > limit; });
   int64_t count = 0;
   alignas(64) float buffer[kBlock];
   for (int64_t j = 0; j < d.row.blocks(); j++) {
-    if (!(d.peak_J[j] > least)) continue;
+    if (!(d.peak_J[j] > limit)) continue;
     const float* x = d.row.block(j, buffer);
-    IntVec found = {};
+    IntVec counts = {};
     for (int64_t i = 0; i < d.row.padded(j); i += kWidth)
-      found -= (load(x + i) > splat(least)) & (load(x + i) >= splat(d.threshold));
-    for (int i = 0; i < kWidth; i++) count += found[i];
+      counts -= (load(x + i) > splat(limit)) & (load(x + i) >= splat(d.threshold));
+    for (int i = 0; i < kWidth; i++) count += counts[i];
   }
   return count;
 }
 
-// The likeliest tokens, then dropped ones; among equal logits the lowest id first.
+// Write the likeliest tokens, the lowest id first on ties; then dropped tokens, if too few are kept.
 void write_top(Distribution& d, const TopLogprobs& out, int64_t n) {
   if (!d.listed) {
     measure_peaks(d);
-    gather(d, std::max(d.threshold, rank_bound(d, out.top)));
+    list_tokens(d, std::max(d.threshold, kth_bound(d, out.top)));
   }
   const auto likelier = [](const Token& a, const Token& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
   };
-  const int64_t found = std::min(out.top, static_cast<int64_t>(d.kept.size()));
-  std::partial_sort(d.kept.begin(), d.kept.begin() + found, d.kept.end(), likelier);
+  const int64_t num_kept = std::min(out.top, static_cast<int64_t>(d.kept.size()));
+  std::partial_sort(d.kept.begin(), d.kept.begin() + num_kept, d.kept.end(), likelier);
   float* logprob = out.top_logprob_NT + n * out.top;
   int64_t* token = out.top_token_NT + n * out.top;
-  for (int64_t t = 0; t < found; t++) {
+  for (int64_t t = 0; t < num_kept; t++) {
     token[t] = d.kept[t].id;
     logprob[t] = static_cast<float>(d.log_of(token[t]));
   }
-  for (int64_t t = found, id = 0; t < out.top; t++, id++) {  // fill up with dropped tokens
-    while (std::find(token, token + found, id) != token + found) id++;
+  for (int64_t t = num_kept, id = 0; t < out.top; t++, id++) {
+    while (std::find(token, token + num_kept, id) != token + num_kept) id++;
     token[t] = id;
     logprob[t] = kMinusInfinity;
   }
@@ -93,19 +87,17 @@ void write_logprobs(Distribution& d, int64_t token, const TopLogprobs& out, int6
     for (int64_t t = 0; t < out.top; t++) out.top_token_NT[n * out.top + t] = t;
     return;
   }
-  const double logprob = token < 0 ? kNothing : d.log_of(token);
+  const double logprob = token < 0 ? kLogZero : d.log_of(token);
   out.logprob_N[n] = static_cast<float>(logprob);
-  out.rank_N[n] = 1 + count_above(d, logprob > kNothing ? d.row.value(token) : kMinusInfinity);
+  out.rank_N[n] = 1 + count_above(d, logprob > kLogZero ? d.row.value(token) : kMinusInfinity);
   if (out.top) write_top(d, out, n);
 }
 
-// work(n) for every row.
 template <typename Work>
 int for_rows(const Rows& rows, const Work& work) {
   const bool worth = worth_waking(rows.count, rows.logits.vocabulary);
   return guarded([&] { parallel_for(rows.count, worth, work); });
 }
-
 }  // namespace
 
 Distribution& scratch() {
@@ -113,33 +105,32 @@ Distribution& scratch() {
   return d;
 }
 
-Noise Place::noise(const Params& params, int64_t token_stream, int64_t block_stream) const {
+Noise NoiseName::noise(const Params& params, int64_t token_stream, int64_t block_stream) const {
   const int64_t key = params.key_S[slot];
-  return {at(key, position, draft_index, token_stream), at(key, position, draft_index, block_stream),
+  return {stream_name(key, position, draft_index, token_stream),
+          stream_name(key, position, draft_index, block_stream),
           params.filters(slot).by_rank(vocabulary) || params.coupled(slot), fp64 != 0};
 }
 
-int64_t draft_row(const Params& params, const Row& row, const Place& place, const Cache* cache) {
+int64_t draft_row(const Params& params, const Row& row, const NoiseName& name, const Cache* cache) {
   Distribution& d = scratch();
-  const bool greedy = params.greedy(place.slot);
-  if (!greedy) measure(row, params.filters(place.slot), d);
+  const bool greedy = params.greedy(name.slot);
+  if (!greedy) measure(row, params.filters(name.slot), d);
   if (cache) {
-    const int64_t at = place.slot * cache->drafts + place.draft_index;
-    std::memcpy(cache->row(place.slot, place.draft_index), row.data,
-                row.size * bytes_of(row.dtype));
-    cache->threshold_SK[at] = greedy ? kMinusInfinity : d.threshold;
-    cache->lse_SK[at] = greedy ? 0 : d.lse;
+    const int64_t entry = name.slot * cache->drafts + name.draft_index;
+    std::memcpy(cache->row(name.slot, name.draft_index), row.data, row.size * bytes_of(row.dtype));
+    cache->threshold_SK[entry] = greedy ? kMinusInfinity : d.threshold;
+    cache->lse_SK[entry] = greedy ? 0 : d.lse;
   }
   if (greedy) return largest(row).id;
   if (!d.finite()) return 0;
-  if (!params.coupled(place.slot)) return draw(d, place.noise(params, kDraftToken, kDraftBlock));
-  Place shared = place;  // under COUPLED, the target's own noise
-  shared.draft_index = 0;
-  return draw(d, shared.noise(params, kTargetToken, kTargetBlock));
+  if (!params.coupled(name.slot)) return draw(d, name.noise(params, kDraftToken, kDraftBlock));
+  NoiseName of_target = name;  // under COUPLED a draft is drawn with the target's noise
+  of_target.draft_index = 0;
+  return draw(d, of_target.noise(params, kTargetToken, kTargetBlock));
 }
 
 extern "C" {
-
 int foretoken_process(const Rows& rows, float* out_NV) {
   return for_rows(rows, [&](int64_t n) {
     const Filters filters = rows.filters(n);
@@ -164,22 +155,21 @@ int foretoken_process(const Rows& rows, float* out_NV) {
   });
 }
 
-int foretoken_sample(const Rows& rows, const Places& places, int64_t* token_N) {
+int foretoken_sample(const Rows& rows, const NoiseNames& names, int64_t* token_N) {
   return for_rows(rows, [&](int64_t n) {
     if (rows.params->greedy(rows.slot_N[n])) {
       token_N[n] = largest(rows.row(n)).id;
       return;
     }
-    const Noise noise =
-        places.at(n, rows).noise(*rows.params, places.token_stream, places.block_stream);
+    const Noise noise = names.of(n, rows).noise(*rows.params, names.token_stream, names.block_stream);
     token_N[n] = draw(rows.row(n), rows.filters(n), noise, scratch());
   });
 }
 
-// Ignores the streams of `places`.
-int foretoken_draft(const Rows& rows, const Places& places, const Cache* cache, int64_t* token_N) {
+// Does not read the streams of `names`.
+int foretoken_draft(const Rows& rows, const NoiseNames& names, const Cache* cache, int64_t* token_N) {
   return for_rows(rows, [&](int64_t n) {
-    token_N[n] = draft_row(*rows.params, rows.row(n), places.at(n, rows), cache);
+    token_N[n] = draft_row(*rows.params, rows.row(n), names.of(n, rows), cache);
   });
 }
 
@@ -193,5 +183,4 @@ int foretoken_logprobs(const Rows& rows, const int64_t* token_N, float* logprob_
   });
 }
 }
-
 }  // namespace foretoken

@@ -1,7 +1,6 @@
-// Vectors of float, one register wide, in the compiler's vector extension: the same source serves
-// AVX-512, AVX2 and NEON. No -ffast-math anywhere: NaN and infinities keep their meaning.
+// Vectors of floats, one register wide, in the compiler's vector extension, for AVX-512, AVX2 and NEON.
+// Never compiled with -ffast-math, so that NaN and infinities keep their meaning.
 #pragma once
-
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -11,7 +10,6 @@
 #endif
 
 namespace foretoken {
-
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 #if defined(__AVX512F__)
@@ -37,8 +35,7 @@ inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
 inline Vec splat(float x) { return x - Vec{}; }  // 0 + x would turn -0 into 0
 
-// b if either is NaN. As an intrinsic: compilers turn `a > b ? a : b` into two operations if one side
-// is a constant.
+// b if either is NaN. Compilers turn `a > b ? a : b` into two operations if one side is a constant.
 inline Vec max(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
@@ -58,8 +55,7 @@ inline bool any(IntVec mask) {
   return all;
 }
 
-// Upper halves of the products with `m`. As intrinsics: compilers do not find the vector form (2.1 ns
-// per uniform instead of 0.8).
+// Upper halves of the products with `m`. Intrinsics: without them a uniform takes 2.1 ns, not 0.8.
 inline BitVec multiply_high(BitVec v, uint32_t m) {
 #if defined(__AVX512F__)
   const __m512i by = _mm512_set1_epi32(static_cast<int>(m)), a = (__m512i)v;
@@ -71,13 +67,12 @@ inline BitVec multiply_high(BitVec v, uint32_t m) {
   return (BitVec)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
 #else
   BitVec high;
-  for (int i = 0; i < kWidth; i++)
-    high[i] = static_cast<uint32_t>(uint64_t{v[i]} * m >> 32);
+  for (int i = 0; i < kWidth; i++) high[i] = static_cast<uint32_t>(uint64_t{v[i]} * m >> 32);
   return high;
 #endif
 }
 
-// One operation; compilers would widen each half and join the two.
+// One operation, where compilers would widen each half and join the two.
 inline BitVec widen(HalfVec h) {
 #if defined(__AVX512F__)
   return (BitVec)_mm512_cvtepu16_epi32((__m256i)h);
@@ -88,9 +83,7 @@ inline BitVec widen(HalfVec h) {
 #endif
 }
 
-// Bits of sixteen-bit floats to floats, exactly.
 inline Vec from_bfloat16(HalfVec h) { return (Vec)(widen(h) << 16); }
-
 inline Vec from_float16(HalfVec h) {
   const BitVec bits = widen(h), sign = (bits & 0x8000u) << 16;
   const BitVec rest = (bits & 0x7fffu) << 13;
@@ -99,7 +92,7 @@ inline Vec from_float16(HalfVec h) {
   return (Vec)(sign | (special ? rest | 0x7f800000u : (BitVec)scaled));
 }
 
-// With the processor's own conversion, which exists wherever AVX2 does.
+// `from_float16` by the processor's own operation, where it has one.
 inline Vec from_halves(HalfVec h) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)h);
@@ -110,7 +103,7 @@ inline Vec from_halves(HalfVec h) {
 #endif
 }
 
-// a * b + c, rounded once where the processor can.
+// a * b + c, rounded once if the processor can.
 inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -127,7 +120,7 @@ inline float max_lane(Vec v) {
   return best;
 }
 
-// The upper half is added to the lower one repeatedly, so that the order of additions is fixed.
+// The sum in a fixed order: the upper half is added to the lower half, repeatedly.
 inline float sum_lanes(Vec v) {
   float lane[kWidth];
   store(lane, v);
@@ -136,7 +129,7 @@ inline float sum_lanes(Vec v) {
   return lane[0];
 }
 
-// c[0] x^n + c[1] x^(n - 1) + ..., from the left.
+// The polynomial sum x^n + next x^(n - 1) + ...
 inline Vec horner(Vec, Vec sum) { return sum; }
 template <typename... Rest>
 Vec horner(Vec x, Vec sum, float next, Rest... rest) {
@@ -177,17 +170,16 @@ inline Vec log(Vec x) {
   return (x < Vec{}) | (x != x) ? splat(__builtin_nanf("")) : y;
 }
 
-// log(1 - u) for u in (0, 1), exact in the leading digits as u goes to 0.
+// log(1 - u) for u in (0, 1), with a small relative error also for u near 0.
 inline Vec log1m(Vec u) {
   const Vec w = 1.0f - u;
   return w == splat(1.0f) ? -u : log(w) * (u / (1.0f - w));
 }
 
-// Adding this to a number rounds it to an integer n, and the sum's low bits are the exponent of 2^n.
+// Adding this to a number rounds it to an integer n; the low bits of the sum are the exponent of 2^n.
 constexpr float kRounding = 12583039.0f;  // 1.5 * 2^23 + 127
 
-// 2^t = scale (1 + excess) for t <= 0, at least 2^-126; NaN for NaN. Accurate to 2e-9 before rounding;
-// half the work of `exp`.
+// 2^t = scale (1 + excess) for t <= 0, at least 2^-126; NaN for NaN. The error is 2e-9 before rounding.
 struct PowerOfTwo {
   Vec scale, excess;
 
@@ -208,12 +200,11 @@ inline Vec exp2_of(Vec t) {
   return y.scale + y.scale * y.excess;
 }
 
-// 1 - 2^t for t <= 0, exact in the leading digits as t goes to 0.
+// 1 - 2^t for t <= 0, with a small relative error also for t near 0.
 inline Vec one_minus_exp2(Vec t) {
   const PowerOfTwo y(t);
   return (1.0f - y.scale) - y.scale * y.excess;
 }
 
 constexpr float kLog2e = 1.44269504f;
-
 }  // namespace foretoken

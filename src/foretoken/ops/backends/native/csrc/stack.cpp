@@ -1,17 +1,12 @@
-// A stack's passes (packed tokens in, logits out) and rounds of drafting, and the functions that Python
-// calls. The layers are in layers.cpp.
+// The passes of a stack, its rounds of drafting, and the functions that Python calls.
 #include "stack.h"
-
 #include <algorithm>
 
-#include "call.h"
-
 namespace foretoken {
-
 void Stack::run(const Batch& batch, const Features* features, float* const* keys,
                 float* const* values, float* logits, float* hidden, float* const* aux) {
   const int64_t h = model_.hidden;
-  place(batch.num_tokens, batch.num_rows);
+  allocate(batch.num_tokens, batch.num_rows);
   if (!features) {
     for (int64_t t = 0; t < batch.num_tokens; t++) embed(batch.token_T[t], x_ + t * h);
   } else if (features->feature) {
@@ -27,7 +22,7 @@ void Stack::run(const Batch& batch, const Features* features, float* const* keys
 void Stack::observe(const AttentionBatch& pass, const Outcome& outcome, const Features& features,
                       float* const* keys, float* const* values) {
   const int64_t h = model_.hidden;
-  std::vector<int64_t> tokens, rows, starts, lengths, wanted;
+  std::vector<int64_t> tokens, rows, starts, lengths, last_rows;
   for (int64_t b = 0; b < pass.requests; b++) {
     const int64_t slot = outcome.slot_B[b], end = pass.query_start_B1[b + 1];
     const int64_t first = pass.length_B[b] - pass.queries(b);
@@ -38,16 +33,16 @@ void Stack::observe(const AttentionBatch& pass, const Outcome& outcome, const Fe
       tokens.push_back(std::max(outcome.token_SL[slot * outcome.width + next], 0));
       rows.push_back(end - pass.length_B[b] + i);
     }
-    wanted.push_back(static_cast<int64_t>(tokens.size()) - 1);
+    last_rows.push_back(static_cast<int64_t>(tokens.size()) - 1);
     lengths.push_back(std::max(first, last) + 1);
   }
   const auto count = static_cast<int64_t>(tokens.size());
   starts.push_back(count);
-  const Batch batch{tokens.data(), wanted.data(),
+  const Batch batch{tokens.data(), last_rows.data(),
                     {starts.data(), lengths.data(), pass.block_BL, pass.requests, pass.columns,
                      pass.block_size},
                     count, pass.requests};
-  place(count, pass.requests);
+  allocate(count, pass.requests);
   join_states({nullptr, features.states, rows.data(), features.count}, count);
   run_layers(batch, keys, values, nullptr);
   for (int64_t b = 0; b < pass.requests; b++)
@@ -55,65 +50,63 @@ void Stack::observe(const AttentionBatch& pass, const Outcome& outcome, const Fe
 }
 
 void Stack::logits_of(const float* hidden, int64_t rows, float* logits) {
-  place(rows, rows);
+  allocate(rows, rows);
   std::memcpy(x_, hidden, rows * model_.hidden * sizeof(float));
   project(rows, logits);
 }
 
-void Stack::draft(const Batch& first, float* const* keys, float* const* values,
-                    const DraftRound& r) {
+void Stack::draft(const Batch& first, float* const* keys, float* const* values, const DraftRound& r) {
   const AttentionBatch& known = first.attention;
   const int64_t h = model_.hidden;
   draft_logits_.resize(known.requests * model_.vocabulary);
   std::fill_n(r.token_BK, known.requests * r.most, -1);
-  std::vector<float> hidden(has_rule_ ? known.requests * h : 0);  // output of each one's last row
-  std::vector<int64_t> live, tokens, starts, lengths, blocks;
+  std::vector<float> hidden(has_rule_ ? known.requests * h : 0);  // latest output of each request
+  std::vector<int64_t> drafting, tokens, starts, lengths, blocks;  // drafting: requests
   for (int64_t i = 0; i < r.most; i++) {
-    for (auto* list : {&live, &tokens, &starts, &lengths, &blocks}) list->clear();
+    for (auto* list : {&drafting, &tokens, &starts, &lengths, &blocks}) list->clear();
     for (int64_t b = 0; b < known.requests; b++) {
       if (r.num_drafts_B[b] <= i) continue;
-      starts.push_back(static_cast<int64_t>(live.size()));
-      live.push_back(b);
-      // If no logit is a number there is no largest (-1), which has no row in the embedding.
+      starts.push_back(static_cast<int64_t>(drafting.size()));
+      drafting.push_back(b);
+      // Without a largest logit, since none is finite, the draft is -1, which the embedding lacks.
       tokens.push_back(i ? std::max<int64_t>(r.token_BK[b * r.most + i - 1], 0) : 0);
       lengths.push_back(known.length_B[b] + i - has_rule_);  // a rule's row reads the token after it
       const int64_t* row = known.blocks(has_rule_ ? r.slot_B[b] : b);
       blocks.insert(blocks.end(), row, row + known.columns);
     }
-    const auto count = static_cast<int64_t>(live.size());
+    const auto count = static_cast<int64_t>(drafting.size());
     starts.push_back(count);
-    const Batch next{tokens.data(), starts.data(),  // every token is wanted
+    const Batch next{tokens.data(), starts.data(),  // every token needs results
                      {starts.data(), lengths.data(), blocks.data(), count, known.columns,
                       known.block_size},
                      count, count};
     if (has_rule_) {
-      place(count, count);
+      allocate(count, count);
       for (int64_t n = 0; n < count; n++)
-        std::memcpy(x_ + n * h, i ? &hidden[live[n] * h] : r.hidden_SC + r.slot_B[live[n]] * h,
+        std::memcpy(x_ + n * h, i ? &hidden[drafting[n] * h] : r.hidden_SC + r.slot_B[drafting[n]] * h,
                     h * sizeof(float));
       if (i) run_layers(next, keys, values, nullptr);
       for (int64_t n = 0; n < count; n++)
-        std::memcpy(&hidden[live[n] * h], x_ + n * h, h * sizeof(float));
+        std::memcpy(&hidden[drafting[n] * h], x_ + n * h, h * sizeof(float));
       project(count, draft_logits_.data());
     } else {
       run(i ? next : first, nullptr, keys, values, draft_logits_.data(), nullptr, nullptr);
     }
     for (int64_t n = 0; n < count; n++) {
-      const int64_t b = live[n];
+      const int64_t b = drafting[n];
       const Row logits{draft_logits_.data() + n * model_.vocabulary, kFloat32, model_.vocabulary};
-      const Place place{r.slot_B[b], known.length_B[b] + i, i, model_.vocabulary, r.fp64};
+      const NoiseName name{r.slot_B[b], known.length_B[b] + i, i, model_.vocabulary, r.fp64};
       int64_t* token = r.token_BK + b * r.most + i;
-      *token = r.cache ? draft_row(*r.params, logits, place, r.cache) : largest(logits).id;
+      *token = r.cache ? draft_row(*r.params, logits, name, r.cache) : largest(logits).id;
     }
   }
 }
 
-// A token's vector.
 void Stack::embed(int64_t token, float* out) const {
   decode_row(row_of(*model_.embedding, token), model_.hidden, out);
 }
 
-// Compute rows' features into x_.
+// Compute the features of rows from the target's hidden states, into x_.
 void Stack::join_states(const Features& features, int64_t tokens) {
   const int64_t h = model_.hidden, all = rule_.states, size = all / features.count;
   parallel_for(tokens, tokens * all > 100000, [&](int64_t t) {
@@ -130,19 +123,19 @@ void Stack::join_states(const Features& features, int64_t tokens) {
   });
 }
 
-// The input of q, k and v of the first layer, into normed_: each token's vector and its feature.
+// The input of q, k and v of the first layer, into normed_: the embedding and the feature of each token.
 void Stack::join_tokens(const Layer& layer, const Batch& batch) {
   const int64_t h = model_.hidden;
   parallel_for(batch.num_tokens, batch.num_tokens * h > 50000, [&](int64_t t) {
     float *both = normed_ + 2 * t * h, *feature = x_ + t * h;
     embed(batch.token_T[t], both);
-    norm_row(both, layer.given.input_norm, h, norm_epsilon_, both);
+    norm_row(both, layer.weights.input_norm, h, norm_epsilon_, both);
     norm_row(feature, rule_.feature_norm, h, norm_epsilon_, both + h);
     if (rule_.norm_before_residual) std::memcpy(feature, both + h, h * sizeof(float));
   });
 }
 
-// Logits of the first `rows` rows of x_; tokens that the output layer lacks have -inf.
+// Logits of the first `rows` rows of x_; -inf for tokens without an output in the output layer.
 void Stack::project(int64_t rows, float* logits) {
   const int64_t *ids = model_.target_ids, size = model_.vocabulary;
   const float* input = x_;
@@ -159,7 +152,6 @@ void Stack::project(int64_t rows, float* logits) {
 }
 
 extern "C" {
-
 int foretoken_stack_new(const Model& model, const FeatureRule* rule, const LayerWeights* const* layers,
                           float norm_epsilon, float attention_scale, float rotary_scale,
                           Stack** made) {
@@ -207,5 +199,4 @@ int foretoken_stack_draft(Stack& stack, const Batch& first, float* const* keys,
   return guarded([&] { stack.draft(first, keys, values, round); });
 }
 }
-
 }  // namespace foretoken

@@ -206,7 +206,9 @@ def test_values_that_are_wrong(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("architecture", ["gemma3", "phi3", "qwen2moe"])
 def test_other_architectures(tmp_path: Path, architecture: str) -> None:
     path = save(tmp_path, architecture)
-    message = f"`{architecture}`, which is not supported as GGUF; supported are llama, mistral3"
+    message = (
+        f"`{architecture}`, which is not supported as GGUF; supported are llama, mistral3, qwen2"
+    )
     with pytest.raises(UnsupportedModelError, match=message):
         read_config(path)
 

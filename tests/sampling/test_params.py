@@ -93,13 +93,13 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 
 FOREIGN: list[tuple[str, list[Any], Any, str]] = [
     ("best_of", [None, 1], 4, "Ask for `n` samples"),
-    ("use_beam_search", [False], True, "rank by cumulative_logprob"),
+    ("use_beam_search", [False], True, "rank them by cumulative_logprob"),
     ("guided_decoding", [None], {"json": {}}, "structured_outputs="),
     ("logits_processors", [None, []], [print], "`logit_bias`"),
     ("truncation_side", [None, "left"], "right", r"ids\[:n\]"),
     ("spaces_between_special_tokens", [True], False, "`token_ids`"),
-    ("output_kind", [None], "DELTA", "print what is new"),
-    ("length_penalty", [1, 1.0], True, "Beam search"),
+    ("output_kind", [None], "DELTA", "yields new text"),
+    ("length_penalty", [1, 1.0], True, "No beam search"),
     ("flat_logprobs", [False], np.ones(2), "list of dicts"),
 ]
 

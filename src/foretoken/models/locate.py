@@ -259,9 +259,9 @@ def _gguf_names(repository: str, revision: str | None, local_only: bool) -> list
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
     if not local_only and not constants.HF_HUB_OFFLINE:
-        try:  # `list_repo_files` would try five times and warn of each failure
-            info = HfApi(endpoint=constants.ENDPOINT).model_info(repository, revision=revision)
-            return [file.rfilename for file in info.siblings or ()]
+        try:
+            api = HfApi(endpoint=constants.ENDPOINT)
+            return list(api.list_repo_files(repository, revision=revision))
         except errors.HfHubHTTPError:
             raise
         except Exception as error:

@@ -39,7 +39,9 @@ def same_for(names: str, *foreign: Any) -> dict[str, Foreign]:
 
 
 OFF = (False,)
-ONE_PROCESS = Foreign((1,), "An engine is one process: start several by `serve --replicas N`.")
+ONE_PROCESS = Foreign(
+    (1,), "An engine is one process: start several by `foretoken serve --replicas N`."
+)
 NO_MEDIA = Foreign(({},), "This version takes text alone.")
 NO_LORA = Foreign((False,), "Merge the adapter into the checkpoint's weights.")
 WHOLE_TEXT = (
@@ -162,7 +164,7 @@ NAMES = {
 """Classes and functions that vLLM exports, and what to write instead."""
 
 _PROFILE = "`foretoken bench` shows where the time goes; any profiler of Python or CUDA works."
-_SLEEP = "`close()` releases models and caches; make a new one to go on."
+_SLEEP = "`close()` releases models and caches; make a new `LLM` or `AsyncEngine` to go on."
 _NO_WORKERS = "There are no workers: the engine computes in this process."
 _ANY_TIME = "Use `AsyncEngine`: it takes requests at any time."
 _FIXED_WEIGHTS = "Weights cannot be changed: make a new `LLM` from another checkpoint."
@@ -174,8 +176,8 @@ METHODS = {
     **dict.fromkeys("add_lora remove_lora list_loras pin_lora".split(), NO_LORA.instead),
     "beam_search": _BEAM,
     "get_metrics": "Read `metrics`, or the `metrics` of an output.",
-    "set_tokenizer": "Pass `tokenizer` when it is built.",
-    "from_engine_args": "Pass the options when it is built.",
+    "set_tokenizer": "Pass `tokenizer` to `LLM` or `AsyncEngine`.",
+    "from_engine_args": "Pass the options to `LLM` or `AsyncEngine`.",
     "llm_engine": "The engine is `engine`; it has other methods.",
     **dict.fromkeys(("model_config", "vllm_config"), "Read `config` and `engine.limits`."),
     "preprocess_chat": "`get_tokenizer().apply_chat_template` renders a conversation.",
@@ -473,7 +475,8 @@ def names_checked(
     where: str,
     prefix: str = "",
 ) -> Callable[[type[_Class]], type[_Class]]:
-    """A decorator for a dataclass: unknown arguments raise `error`, not `TypeError`.
+    """A decorator for a dataclass: unknown arguments raise `error`, not `TypeError`; so do
+    positional arguments if the first field is keyword-only.
 
     Arguments in `table` are checked and dropped by `without_foreign`.
 

@@ -153,7 +153,7 @@ def refuses(folder: Path) -> None:
     for wrong in (wrong_norm, wrong_ids):
         backend = Backend("triton", replace(right, load_stack=wrong))
         assert isinstance(load(folder, backend, drafted=128), StockStack)
-        assert "differs by" in records.pop()
+        assert "differ from these by" in records.pop()
     wide = replace(read(folder), embedding=Dense(embedding().to(torch.float64)))
     with pytest.raises(UnfitError, match="float64"):
         get_backend("triton").load_stack(wide, 40, ROWS)

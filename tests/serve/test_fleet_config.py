@@ -418,6 +418,7 @@ def test_who_asks_for_no_gpu_gets_none() -> None:
 def test_needs_are_described_by_what_they_have() -> None:
     assert Needs(2, 0.5, int(1.25 * GIB)).described() == "2 CPU, 0.5 GPU, 1.2 GiB of memory"
     assert Needs(1, 0, 0).described() == "1 CPU"
+    assert [Needs(n, 0, 0).threads for n in (0, 0.5, 1, 3.9)] == [1, 1, 1, 3]
 
 
 def test_cores_are_shared_equally() -> None:

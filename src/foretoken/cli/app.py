@@ -56,7 +56,7 @@ BENCH_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")),
     "enable_prefix_caching": False,
 }
-# By the parts of an audit without an engine: the options of engines and requests that it reads.
+# For each kind of audit without an engine: the options of engines and requests that it reads.
 READ_BY_AUDIT: dict[tuple[str, ...], Set[str]] = {
     **dict.fromkeys([("callable",), ("gallery",)], frozenset[str]()),
     ("operators",): {"backend", "device"},
@@ -333,7 +333,7 @@ def train_eagle3(ctx: typer.Context, debug: Debug = False, **options: Any) -> No
 
 @contextmanager
 def _reporter(note: Note, as_json: bool = False, secret: str | None = None) -> Iterator[Reporter]:
-    """The output of a lab command; after SIGTERM, which raises `SystemExit`, it still works.
+    """The output of a lab command. Output works even after SIGTERM, which raises `SystemExit`.
 
     secret: an API key, which the quoted command line shows as `KEY`
     """
@@ -355,16 +355,15 @@ def _refuse_unused(options: dict[str, Any], used: Set[str], bound: str) -> None:
 
 
 def _model_of(argument: str | None, option: str | None, embedded: bool = True) -> str | None:
-    """The model from MODEL or --model; by default the embedded model, or None."""
+    """The model from MODEL or --model, not both; else the embedded model, or None."""
     if argument is not None and option is not None:
         raise ConfigError("model", option, "left out beside MODEL", "Give one of the two.")
     return argument or option or (_EMBEDDED if embedded else None)
 
 
 def _engine_options(options: dict[str, Any], also: Set[str] = frozenset()) -> dict[str, Any]:
-    """The engine's options, with the one option of `SPECULATION` as `speculative_config`.
-
-    also: fields of `NOT_OPTIONS` that this command has as options
+    """The engine's options. At most one option of `SPECULATION` may be given, else `ConfigError`;
+    without any, `speculative_config` is the model's own drafter, if any. also: see `with_fields`.
     """
     engine = fields_given(EngineConfig, options, also)
     config, corpus = options.get("speculative_config"), options.get("suffix_corpus")

@@ -1,8 +1,8 @@
 """Several drafters loaded together: each request uses the one that it names, or `hybrid`.
 
-This is a drafter made of drafters, its members. Requests go to the members by slot, and the blocks
-of drafts are merged. A member that runs in lock-step with the target also observes other members'
-requests, because its requests may reuse their cache blocks.
+This is a drafter made of drafters, its members. Requests go to the members by slot, and each
+`DraftBlock` is merged with the others of the round. A member that runs in lock-step with the target
+also observes other members' requests, because its own requests may reuse their cache blocks.
 
 `hybrid` chooses a member for each request and round. It takes looked-up drafts if they are worth it
 (`choice.py`), else the drafts of the first member that runs a model.
@@ -138,7 +138,7 @@ class Several(Drafter):
         self, member_B: Tensor, number: int, requests: DraftRequests
     ) -> DraftBlock | None:
         """A member's drafts for the requests where `member_B` is True; None if it need not draft.
-        The block has a row for every request of the step; rows of other requests have no drafts."""
+        The `DraftBlock` has a row for every request; rows of other requests have no drafts."""
         member = self.members[number]
         if not self.slots.on_host:
             if number not in requests.drafters:
@@ -256,8 +256,8 @@ def _check_default(setup: DrafterSetup, names: tuple[str, ...]) -> None:
 
 
 def _members_with_q(members: Sequence[Drafter]) -> list[Autoregressive]:
-    """Members that keep q. They share a cache, because a slot has one drafter in a round, so that
-    different dtypes of q raise `ConfigError`."""
+    """Members that keep q. They share a cache of q, because a slot has one drafter in a round.
+    `ConfigError` if the dtypes of their q differ."""
     with_q = list[Autoregressive]()
     for i, member in enumerate(members):
         if isinstance(member, Autoregressive) and member.probabilistic:
@@ -272,7 +272,8 @@ def _members_with_q(members: Sequence[Drafter]) -> list[Autoregressive]:
 
 
 def _spread(block: DraftBlock, index_A: Tensor, size: int) -> DraftBlock:
-    """A block for `size` requests: the rows of `block` at `index_A`, no drafts in other rows."""
+    """A `DraftBlock` for `size` requests. Row a of `block` becomes row `index_A[a]`; the other rows
+    have no drafts."""
 
     def spread(column_A: Tensor, fill: int) -> Tensor:
         empty = column_A.new_full((size, *column_A.shape[1:]), fill)

@@ -1,23 +1,24 @@
 """Drafters that run a stack: a small language model, or an EAGLE-3 head on the target's states.
 
-Their K/V use the target's block ids, so that accepting, rejecting and freeing need little code
-here. The q of their drafts is kept by slot. A round of drafting is one native call if the backend
-has such a call, else one pass per draft. All requests take part in every pass. A request that needs
-no more drafts writes K/V like those of a rejected draft, which are overwritten before they are
-read; after the end of its blocks, the block table names the spare slot's block.
+Their K/V (`kv`) use the target's block ids, so that accepting, rejecting and freeing need little
+code here. The q of their drafts is kept by slot in a `DraftCache` (`cache`, `q_cache`). A round of
+drafting is one native call if the backend has such a call, else one pass per draft. All requests
+take part in every pass. A request that needs no more drafts writes K/V like those of a rejected
+draft, which are overwritten before they are read; after the end of the request's blocks, the block
+table names the spare slot's block.
 
 Requests that begin with the same tokens share blocks. Each block has a half for the target's K/V
 and one for the drafter's. The drafter's half may be missing, because the request that filled the
 target's half may never have had drafts.
 
-- `DraftModel` (on a host) counts for each slot how many of the first tokens are in its cache, and
+- `DraftModel` (on a host) counts for each slot how many of the first tokens have K/V here, and
   computes the tokens of steps without drafts later. A block is `complete` once all of its positions
   were computed from known tokens. A request that is new to its slot starts after its first complete
   blocks. This is correct for three reasons. Two tables share a block only if all tokens up to its
   end are equal, so it does not matter which request computed it. Drafts come after all known
   tokens, so no complete block has a draft. `clear` removes the mark of a reused block. Requests
   that share an incomplete block each compute it, with equal values.
-- `LockstepDraftModel` (on a device, where the host does not know which tokens are in the cache)
+- `LockstepDraftModel` (on a device, where the host does not know which tokens have K/V here)
   computes in every step what the target computes. After a step only the last of these tokens may be
   missing: if all drafts of a round are accepted, the last draft was drawn but not computed. The
   next step computes it. Other requests find a block once the target has computed two tokens past
@@ -170,17 +171,18 @@ class Autoregressive(Drafter):
         """Run a batch; only an EAGLE-3 head reads `features`."""
 
     def _round_arguments(
-        self, requests: DraftRequests, cache: DraftCache | None, hidden_SC: Tensor | None = None
+        self, requests: DraftRequests, q_cache: DraftCache | None, hidden_SC: Tensor | None = None
     ) -> DraftRound:
         fp64 = self.config.use_fp64_gumbel
-        return DraftRound(requests.params, requests.slot_B, requests.num_B, cache, fp64, hidden_SC)
+        slot_B, num_B = requests.slot_B, requests.num_B
+        return DraftRound(requests.params, slot_B, num_B, q_cache, fp64, hidden_SC)
 
     def _draw(
         self,
         requests: DraftRequests,
         plan: Round,
         first: ForwardOutput,
-        cache: DraftCache | None,
+        q_cache: DraftCache | None,
         *,
         masked: bool = False,
     ) -> Tensor:
@@ -195,22 +197,25 @@ class Autoregressive(Drafter):
             logits_BV = output.logits_NV
             if masked:
                 logits_BV = self._mask(logits_BV, slots, drafts)
-            if cache is None and (requests.samples or self.slots.on_host):
+            if q_cache is None and (requests.samples or self.slots.on_host):
                 drafts.append(logits_BV.argmax(dim=-1))
                 continue
             noise = Noise(plan.length_KB[i], plan.index_KB[i], DRAFT, fp64)
             logits = Rows(logits_BV, requests.params, requests.slot_B)
-            drafts.append(self.backend.draft(logits, noise, cache))
+            drafts.append(self.backend.draft(logits, noise, q_cache))
         return self.slots.steps.join_drafts(drafts, plan.num_B)
 
-    def _draft_block(self, token_BK: Tensor, num_B: Tensor, cache: DraftCache | None) -> DraftBlock:
-        """A block of these drafts; q is real if there is a `cache`, even where it is never read."""
+    def _draft_block(
+        self, token_BK: Tensor, num_B: Tensor, q_cache: DraftCache | None
+    ) -> DraftBlock:
+        """The `DraftBlock` of these drafts. With a `q_cache`, q is real in every row with drafts,
+        even if q is never read there."""
         # Equal flags for all requests save the comparison `num_B > 0`, 25 us on the host.
-        if cache is None or (self.slots.on_host and all(num_B.tolist())):
-            real_q_B = q_flags(len(num_B), self.slots.device, real=cache is not None)
+        if q_cache is None or (self.slots.on_host and all(num_B.tolist())):
+            real_q_B = q_flags(len(num_B), self.slots.device, real=q_cache is not None)
         else:
             real_q_B = num_B > 0
-        return DraftBlock(token_BK, num_B, cache, real_q_B)
+        return DraftBlock(token_BK, num_B, q_cache, real_q_B)
 
 
 class _ModelDrafter(Autoregressive):
@@ -257,28 +262,28 @@ class DraftModel(_ModelDrafter):
         for slot in drafting_slots:
             self._skip_complete_blocks(slot)
         self._catch_up(drafting_slots)
-        # Coupled requests draw at random, too, but their drafts have no real q in the block.
+        # Coupled requests draw at random, too, but their drafts have no real q in the `DraftBlock`.
         samples = self.slots.draws_at_random(drafting_slots)
-        cache, num_B = self.cache if samples else None, torch.from_numpy(np.array(counts))
+        q_cache, num_B = self.cache if samples else None, torch.from_numpy(np.array(counts))
         requests = requests._replace(num_B=num_B, most=max(counts), samples=samples)
         drafting = set(drafting_slots)
         grammar_B = [self.has_grammar(slot) if slot in drafting else None for slot in slots]
-        token_BK = draft_by_grammar(requests, grammar_B, partial(self._round, cache))
+        token_BK = draft_by_grammar(requests, grammar_B, partial(self._round, q_cache))
         for slot in drafting_slots:
             self._advance(slot, length_S[slot])
-        real = [cache is not None and slot in drafting and self._needs_q(slot) for slot in slots]
+        real = [q_cache is not None and slot in drafting and self._needs_q(slot) for slot in slots]
         real_q_B = torch.from_numpy(np.array(real))
-        return DraftBlock(token_BK, num_B, cache if any(real) else None, real_q_B)
+        return DraftBlock(token_BK, num_B, q_cache if any(real) else None, real_q_B)
 
-    def _round(self, cache: DraftCache | None, requests: DraftRequests, masked: bool) -> Tensor:
+    def _round(self, q_cache: DraftCache | None, requests: DraftRequests, masked: bool) -> Tensor:
         """Draw the drafts [B, K] of a round; `masked`: the requests have grammars."""
         slot_B, length_B = requests.slot_B, requests.position_B
         missing_B = length_B - torch.from_numpy(self._num_computed_S[slot_B.numpy()])
         first = self._pack(slot_B, missing_B, requests.most - 1)
         if self._round_stack is not None and not masked:
-            return self._round_stack.draft(first, self.kv, self._round_arguments(requests, cache))
+            return self._round_stack.draft(first, self.kv, self._round_arguments(requests, q_cache))
         plan = self._steps.begin_round(requests, 1, self.model.max_model_len, self.block_size)
-        return self._draw(requests, plan, self._pass(first), cache, masked=masked)
+        return self._draw(requests, plan, self._pass(first), q_cache, masked=masked)
 
     def _needs_q(self, slot: int) -> bool:
         request = self.slots.admitted[slot]
@@ -381,10 +386,10 @@ class LockstepDraftModel(_ModelDrafter):
     num_behind = 2
 
     def propose(self, requests: DraftRequests) -> DraftBlock:
-        max_len, cache = self.model.max_model_len, self.cache if requests.samples else None
+        max_len, q_cache = self.model.max_model_len, self.cache if requests.samples else None
         plan = self.slots.steps.begin_round(requests, _NUM_KNOWN, max_len, self.block_size)
-        token_BK = self._draw(requests, plan, self._pass(plan.first), cache)
-        return self._draft_block(token_BK, plan.num_B, cache)
+        token_BK = self._draw(requests, plan, self._pass(plan.first), q_cache)
+        return self._draft_block(token_BK, plan.num_B, q_cache)
 
     def observes(self, requests: StepRequests) -> bool:
         # Without other drafters, a round of drafting has already computed the target's tokens.
@@ -498,26 +503,26 @@ class Eagle3(Autoregressive):
     def propose(self, requests: DraftRequests) -> DraftBlock:
         if requests.most == 0:
             return no_drafts(len(requests.slot_B), self.slots.device)
-        cache, grammar_B = self.cache if requests.samples else None, [False]
+        q_cache, grammar_B = self.cache if requests.samples else None, [False]
         if self.slots.on_host:
             grammar_B = [self.has_grammar(slot) for slot in requests.slot_B.tolist()]
-        token_BK = draft_by_grammar(requests, grammar_B, partial(self._round, cache))
-        return self._draft_block(token_BK, requests.num_B, cache)
+        token_BK = draft_by_grammar(requests, grammar_B, partial(self._round, q_cache))
+        return self._draft_block(token_BK, requests.num_B, q_cache)
 
-    def _round(self, cache: DraftCache | None, requests: DraftRequests, masked: bool) -> Tensor:
+    def _round(self, q_cache: DraftCache | None, requests: DraftRequests, masked: bool) -> Tensor:
         """Draw the drafts [B, K] of a round; `masked`: the requests have grammars."""
         slot_B, block_SL = requests.slot_B, self.slots.state.block_SL
         if self._round_stack is not None and not masked:
             # The block table has all slots, because gathering the requests' rows would take 45 us.
             attention = AttentionBatch(slot_B, requests.position_B, block_SL, self.block_size)
             batch = ForwardBatch(slot_B, slot_B, slot_B, attention)  # only `attention` is read
-            native_round = self._round_arguments(requests, cache, self._hidden_SC)
+            native_round = self._round_arguments(requests, q_cache, self._hidden_SC)
             return self._round_stack.draft(batch, self.kv, native_round)
         longest = block_SL.shape[1] * self.block_size
         plan = self.slots.steps.begin_round(requests, 1, longest, self.block_size)
         hidden_BC = self._hidden_SC[slot_B]
         first = ForwardOutput(self.head.logits(hidden_BC), (), hidden_BC)
-        return self._draw(requests, plan, first, cache, masked=masked)
+        return self._draw(requests, plan, first, q_cache, masked=masked)
 
     def _pass(self, batch: ForwardBatch, features: Features | None = None) -> ForwardOutput:
         return self.head.run(batch, self.kv, features=features)

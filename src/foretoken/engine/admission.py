@@ -56,7 +56,7 @@ class Limits:
             raise RequestError("drafter", name, "left out: this engine drafts nothing")
         if name not in names:
             near = get_close_matches(name, names, n=1, cutoff=0.5)
-            remedy = "Other drafters must be named in `drafters` of the engine's configuration."
+            remedy = "Other drafters must be named in `speculative_config.drafters`."
             if near:
                 remedy = f"Did you mean `{near[0]}`?"
             raise RequestError("drafter", name, f"one of {', '.join(names)}", remedy)
@@ -99,7 +99,7 @@ def check_request(
         limits.check_drafter(params.drafter)
     if params.rejection_sample_method == "synthetic" and not limits.allows_synthetic:
         bound = f"one of {', '.join(LOSSLESS_METHODS)}: this engine does not allow `synthetic`"
-        remedy = "To get its meaningless text, set it in `speculative_config`, with its rates."
+        remedy = "For its meaningless text, set this rule and its rates in `speculative_config`."
         raise RequestError("rejection_sample_method", "synthetic", bound, remedy)
     if params.structured_outputs is not None:
         _check_rule_keeps_grammar(params, limits)
@@ -206,7 +206,7 @@ def last_tokens(prompt_ids: list[int], params: SamplingParams, limits: Limits) -
         size, name = min((limits.max_model_len, "context"), (limits.cache_tokens, "cache"))
         count = size - params.token_limit
         if count < 1:
-            bound = f"less than the {name} of {size} tokens, which the prompt needs, too"
+            bound = f"less than the {name} of {size} tokens, so that the prompt has room, too"
             raise CapacityError("max_tokens", params.max_tokens, bound, "Lower it.")
     return prompt_ids[-count:]
 

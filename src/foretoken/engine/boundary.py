@@ -87,8 +87,8 @@ class ParamsReader:
 
 
 def check_options(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """A call's further options, without options of vLLM's that change nothing; `RequestError` for
-    others that are not in `known`."""
+    """A call's further options, without vLLM's options at values that change nothing here.
+    `RequestError` for vLLM's options at other values, and for options that are not in `known`."""
     options = without_foreign(options, CALL_OPTIONS, RequestError)
     check_known_keys("option", options, known, RequestError)
     return options
@@ -103,7 +103,7 @@ def check_call(on_error: str, use_tqdm: bool) -> None:
 
 
 def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether `prompts` is a single prompt, and the list of prompts. [] means no prompts."""
+    """Whether `prompts` is a single prompt, and the list of prompts, which may be empty."""
     if isinstance(prompts, (str, Mapping)):
         return True, [prompts]
     items = as_list(prompts)
@@ -120,10 +120,11 @@ def encode(
     """The text and the token ids of a prompt; the text is None if the prompt is only ids.
 
     Args:
-        add_special_tokens: whether a text gets the special tokens that the tokenizer adds.
+        add_special_tokens: False: a plain `str` is encoded without the special tokens that the
+            tokenizer adds. For every other kind of prompt this argument has no effect.
 
     Raises:
-        RequestError: `prompt` is no prompt, or it is a text and there is no tokenizer.
+        RequestError: `prompt` is no valid prompt, or it is a text and there is no tokenizer.
     """
     if isinstance(prompt, ChatPrompt):
         return prompt.encode()
@@ -144,7 +145,8 @@ def encode(
 
 
 def salt_of(prompt: Any, params: SamplingParams) -> str | None:
-    """The `cache_salt` of a prompt or of its parameters; `RequestError` if the two differ."""
+    """The `cache_salt` of a prompt or of its parameters; `RequestError` if the prompt has a wrong
+    salt, or if the two differ."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is None:
         return params.cache_salt

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MIN_STEPS, _MAX_STEPS = 8, 64  # least and most steps between choices
-_CHOICE_SHARE = 0.01  # share of the time for choices, except at `_MAX_STEPS`; one takes 0.2 to 2 ms
+# Choices take at most this share of the time, unless `_MAX_STEPS` steps are too short for that. A
+# choice takes 0.2 to 2 ms.
+_CHOICE_SHARE = 0.01
 _CHANGE_RATIO = 1.02  # K changes if the new rate is this many times the present one
 _PAYBACK_STEPS = 128  # steps within which a drafter's work to catch up must pay
 _PROBE_SHARE = 0.015  # share of the time for probes
@@ -55,7 +57,7 @@ class DraftControl:
         self.max_drafts, self._widths, self._clock = max_drafts, tuple(widths), clock
         self._choice: Choice | None = None  # the present choice
         self._plain: Choice | None = None  # the same requests without drafts
-        self._adapting: list[Request] = []  # requests of the present choice
+        self._adapting: list[Request] = []  # requests whose K the present choice set
         self._batch = 0  # decoding requests at the present choice
         self._wait = 0  # steps until the next choice
         self._undrafted_steps = 0  # steps in a row without drafts
@@ -69,7 +71,8 @@ class DraftControl:
         self._seen_S = [0] * num_slots  # by slot: known tokens when the drafter last drafted
 
     def choose(self, decoding: Sequence[Request]) -> None:
-        """Set K of the requests that adapt, among those that decode in the coming step."""
+        """Before a step that decodes these requests: end the last probe. If a choice is due, set K
+        of the requests that adapt, and perhaps begin a probe."""
         self._start = self._clock()
         self._end_probe()
         adapting = [request for request in decoding if request.adapts]
@@ -97,7 +100,8 @@ class DraftControl:
     def observe(
         self, shares: Sequence[Share], outcomes: Mapping[int, Outcome], in_runner: float
     ) -> None:
-        """Record the drafts of a step; if all requests in it decoded, also its seconds.
+        """Record the drafts of a step. Also record the step's seconds, if the step had only the
+        requests of the present choice, all of them decoded, and there was no probe.
 
         Args:
             in_runner: seconds spent in the runner. The rest of the step is work on the host.
@@ -159,7 +163,7 @@ class DraftControl:
     def _best(self, curve: Curve, load: Load, decoding: Sequence[Request]) -> Choice:
         """The best choice of K; the present K if the best is not clearly better.
 
-        The best choice also pays for tokens that a drafter missed and must compute first.
+        The best choice also pays for the tokens that a drafter lacks and must compute first.
         """
         in_lockstep = bool(self._widths)
         best = (
@@ -178,7 +182,7 @@ class DraftControl:
         return best if best.tokens / seconds > _CHANGE_RATIO * present.rate else present
 
     def _catch_up_seconds(self, requests: Iterable[Request]) -> float:
-        """Seconds that the drafter takes to compute tokens of these requests that it missed."""
+        """Seconds that the drafter takes to compute the tokens of these requests that it lacks."""
         tokens = sum(len(r.token_ids) - self._seen_S[r.slot] for r in requests)
         return self.costs.table.missed * tokens
 

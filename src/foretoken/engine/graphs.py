@@ -60,7 +60,7 @@ class Graphs:
     def shape_of(
         self, step: StepInput, params: SlotParams, drafters: frozenset[int], *, samples: bool
     ) -> StepShape | None:
-        """The shape under which this step can be captured; None: it runs operator by operator.
+        """The shape under which this step can be captured; None: there is no such shape.
 
         Args:
             drafters: indices of the drafters of all slots in use.
@@ -86,13 +86,13 @@ class Graphs:
         """Never capture this shape, because memory ran out: its steps run operator by operator."""
         self._left_out.add(shape)
         _log.warning(
-            "Steps of %d requests run without a CUDA graph, which is slower: it would not fit into "
-            "memory. Lower `memory_fraction`.",
+            "Steps of %d requests run without a CUDA graph, which is slower: the graph would not "
+            "fit into memory. Lower `memory_fraction`.",
             shape.size,
         )
 
     def stage(self, name: str, run: Callable[..., Out], requests: StepRequests, *args: Any) -> Out:
-        """Run or replay a stage of a step; the next replay overwrites what it returns."""
+        """Run, record or replay a stage. A replay overwrites the recorded stage's last outputs."""
         if requests.shape is None or self._is_warming_up:
             return run(requests, *args)
         if self._recording is not None:
@@ -114,7 +114,7 @@ class Graphs:
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Inside, stages run operator by operator even for a shape; this compiles their kernels."""
+        """Inside, stages run operator by operator, so that their kernels are compiled."""
         self._is_warming_up = True
         try:
             yield

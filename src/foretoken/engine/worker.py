@@ -5,7 +5,7 @@ which serves the requests of all threads. (A plain lock would go to the thread t
 it.)
 
 The engine of an `AsyncEngine` belongs to a thread of its own (`Worker`). Event loops queue commands
-for this thread; without work it sleeps. Outputs go into mailboxes. Readers are woken by
+for this thread, which sleeps without work. Outputs go into mailboxes. Readers are woken by
 `call_soon_threadsafe`: on a host when the next pass of the target begins (`ops/passes.py`). Short
 prompts are encoded between two steps, long prompts in another thread, so that neither an event loop
 nor a step waits for them.
@@ -95,7 +95,7 @@ class Turns:
         if self.inside:
             raise UsageError(
                 "a signal handler or a finalizer made this call while another call of the same "
-                "thread was running: let it set a flag, and make the call when the other has ended"
+                "thread was running: only set a flag there, and make the call later"
             )
         lock = threading.Lock()
         lock.acquire()
@@ -330,7 +330,7 @@ class Worker:
         return EngineStatus(num_open, len(scheduler.running), len(scheduler.waiting), usage)
 
     def close_request(self, name: str, mailbox: Mailbox) -> None:
-        """Free the name of a request and end it, because its mailbox has no reader any more."""
+        """Free a request's name and end the request: its mailbox has no reader any more."""
         if self.owner_process.is_forked:
             return
         with self._condition:
@@ -432,7 +432,7 @@ class Worker:
     def _add(
         self, mailbox: Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
     ) -> None:
-        """In this thread or the encoder's: encode a prompt and queue it, if it has a reader."""
+        """In this thread or the encoder's: encode a prompt that has a reader, and queue it."""
         if self._open.get(name) is not mailbox:
             return
         try:
@@ -505,7 +505,8 @@ class Worker:
             del self._groups[mailbox]
 
     def _wake_readers(self) -> None:
-        """Wake the readers of new outputs. Requests of closed loops end before the next step."""
+        """Wake the readers of new outputs. Before the next step, end the requests whose readers'
+        event loops are closed."""
         mailboxes, self._to_wake = self._to_wake, []
         if unreachable := wake_readers(mailboxes):
             with self._condition:

@@ -68,24 +68,24 @@ class ModuleNetwork:
     ) -> tuple[Tensor, ...]:
         """The hidden states of these layers, each [num_tokens, hidden].
 
-        Raises `UnsupportedModelError` if the module has no such states. The self-check while
-        loading shows it, so that it never happens in a request.
+        Raises `UnsupportedModelError` if the number or a shape of the module's hidden states is
+        wrong. The self-check while loading calls this, so that the error precedes all requests.
         """
         config, states = self.module.config, getattr(output, "hidden_states", None) or ()
         layers = config.get_text_config().num_hidden_layers
         if len(states) != layers + 1:
             raise UnsupportedModelError(
-                f"`{config.model_type}` gives {len(states)} hidden states for {layers} layers. A "
-                "drafter that reads hidden states cannot draft for it: take another `method`."
+                f"`{config.model_type}` gives {len(states)} hidden states for {layers} layers. No "
+                "drafter that reads hidden states can draft for this model: take another `method`."
             )
         width = self.module.get_input_embeddings().weight.shape[1]
         for i in aux_layers:
             if states[i].shape != (1, num_tokens, width):
                 raise UnsupportedModelError(
                     f"`{config.model_type}` gives hidden states of shape "
-                    f"{[*states[i].shape]} for {num_tokens} tokens. A drafter that reads one "
-                    f"vector of {width} numbers, as in its embedding, for each token cannot draft "
-                    "for it: take another `method`."
+                    f"{[*states[i].shape]} for {num_tokens} tokens. A drafter that reads hidden "
+                    f"states needs one vector of {width} numbers, the size of the model's "
+                    "embedding, for each token: take another `method`."
                 )
         return tuple(states[i].squeeze(0) for i in aux_layers)
 
@@ -99,7 +99,7 @@ class CausalLM:
     max_model_len: most positions of a request
     layer_shapes:  (H_kv, D, D_v) per layer, for a `KVPool`
     aux_layers:    hidden states that every pass returns
-    embedding:     [V, hidden], the model's vectors of tokens
+    embedding:     [V, hidden], the vectors of the tokens
     dtype:         of keys, values, hidden states and logits
     module:        Transformers' module, if it runs the model or `TargetView.module` asks for it;
                    else None

@@ -83,7 +83,7 @@ def load_head(
         config, embedding, output_layer, dummy_seed: see `read_head`.
 
     Raises:
-        UnsupportedModelError: the outputs are NaN or infinite.
+        UnsupportedModelError: the outputs of stock operators are NaN or +inf.
         CheckpointError, EngineMemoryError: see `read_head`.
     """
     stack = read_head(folder, config, embedding, output_layer=output_layer, dummy_seed=dummy_seed)
@@ -133,7 +133,7 @@ def read_head(
         config: what `read_eagle3_config` returns for this folder.
         embedding: the target's embedding, [V, hidden], which also gives the stack's device and
             dtype (float32 for blocks). The stack uses the embedding in the folder if there is one.
-            There must be one if the target's vectors have another size.
+            The folder must have one if the target's vectors have another size.
         output_layer: that of the target, if the EAGLE-3 head has none; see `lacks_output_layer`.
         dummy_seed: if not None, weights are random numbers of this seed, the ids that are drafted
             are spread evenly over the target's ids, and the folder needs only a `config.json`.
@@ -396,14 +396,14 @@ def _random_weights(
 @torch.no_grad()
 def _run_passes(network: LoadedStack, config: Eagle3Config) -> list[Tensor]:
     """Run `_PASSES` on random tokens and random hidden states of a target. Returns two tensors per
-    pass: the hidden states and the logits of each request's last row."""
+    pass, both for each request's last row: the head's hidden states, and the logits."""
     stack, device = network.stack, network.stack.device
     generator = torch.Generator().manual_seed(0)
     columns = -(-_MAX_POSITIONS // _BLOCK)
     blocks_BL = torch.randperm(3 * columns, generator=generator).view(3, columns).to(device)
     kv = KVPool(stack.layer_shapes, 3 * columns + 1, _BLOCK, dtype=network.dtype, device=device)
     length_B, outputs = torch.zeros(3, dtype=torch.int64), list[Tensor]()
-    hidden_NC: Any = None
+    hidden_NC: Any = None  # the head's
     for rows in _PASSES:
         new_B = torch.tensor(rows)
         length_B = length_B[: len(rows)] + new_B
@@ -419,9 +419,9 @@ def _run_passes(network: LoadedStack, config: Eagle3Config) -> list[Tensor]:
         last_B, is_draft = (start_B1[1:] - 1).to(device), max(rows) == 1
         batch = ForwardBatch(token_T, position_T.to(device), last_B, attention)
         aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator)
-        states = aux.to(device, network.dtype).unbind()
-        # Rows of drafts read the head's output for the row before; other rows the target's states.
-        features = hidden_NC[: len(rows)] if is_draft else states
+        target_states = aux.to(device, network.dtype).unbind()
+        # Rows of drafts read the head's hidden state of the row before, other rows the target's.
+        features = hidden_NC[: len(rows)] if is_draft else target_states
         output = network.run(batch, kv, features=features, logits=is_draft)
         hidden_NC = output.hidden_NC
         logits_NV = output.logits_NV if is_draft else network.logits(hidden_NC)

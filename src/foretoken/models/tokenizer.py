@@ -57,7 +57,8 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
     """The checkpoint's tokenizer (`PreTrainedTokenizerBase`); None if it has no tokenizer files.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or its tokenizer files cannot be read.
+        CheckpointError: there is no such checkpoint, or the checkpoint's files cannot be read or
+            make no tokenizer.
     """
     folder = resolve_checkpoint(path_or_name)
     if is_gguf(folder):
@@ -119,7 +120,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _check_readable(folder: Path) -> None:
-    """Raise `CheckpointError` for a tokenizer file that is not JSON or text, as it must be."""
+    """Raise `CheckpointError` for a tokenizer file that is not valid JSON, or not UTF-8 text."""
     for name in _find(folder, TOKENIZER_JSON):
         read_json(folder / name)
     for name in _find(folder, TOKENIZER_TEXT):
@@ -133,7 +134,7 @@ def _explain(folder: Path, reason: str) -> str:
     if settings.is_file() and read_json(settings).get("auto_map"):
         return (
             f"`{settings}` names a tokenizer of the checkpoint's own code (`auto_map`), which is "
-            "never run. Give another `tokenizer`."
+            "never run. Add a `tokenizer.json` to the folder, or use another checkpoint."
         )
     if (folder / "tokenizer.json").is_file():
         return f"`{folder / 'tokenizer.json'}` cannot be loaded: {reason}"

@@ -49,9 +49,9 @@ def write_kv(
 
 
 def write_index(batch: AttentionBatch, num_tokens: int, num_blocks: int) -> Tensor:
-    """The place in a layer's cache of each new token: int64 [T], block * block_size + offset; of
+    """The place in a layer's cache of each new token: int64 [T], block * block_size + offset; for
     padding after the last request's tokens, a place in the pool's last block. On a CPU this is
-    plain Python: with operators, a pass of one token took 40 us instead of 9."""
+    plain Python: with operators, this function took 40 us for one token instead of 9."""
     size, padding_place = batch.block_size, (num_blocks - 1) * batch.block_size
     if batch.length_B.device.type == "cpu":
         index_T: list[int] = []

@@ -2,9 +2,10 @@
 found later, when it is compiled (`grammar.py`).
 
 JSON schemas are rewritten for llguidance: compact by default, and without keywords that llguidance
-lacks. llguidance refuses a keyword that no grammar can express only if it belongs to the version of
-JSON Schema that `$schema` names. It silently ignores such keywords of other versions, for example
-`dependentRequired` under draft 7. Here all such keywords are refused, unless they change nothing.
+lacks. llguidance itself refuses a keyword that it lacks only if the keyword belongs to the version
+of JSON Schema that `$schema` names. It silently ignores such keywords of other versions, for
+example `dependentRequired` under draft 7. Here all keywords that llguidance lacks are refused,
+unless they change nothing or an equivalent keyword can replace them.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
     Without either, JSON has no white space.
 
     Raises:
-        RequestError: a keyword cannot be expressed in a grammar; the error says where it is.
+        RequestError: llguidance cannot express a keyword, or `x-guidance` is not an object; the
+            error says where.
         ValueError, TypeError, RecursionError: the schema is not JSON.
     """
     root = json.loads(json.dumps(schema, ensure_ascii=False, allow_nan=False))
@@ -165,10 +167,13 @@ def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
 
 
 def _rewrite_all(name: str, root: dict[str, Any], *, with_definitions: bool = False) -> bool:
-    """Call `_rewrite` for the root and for all schemas that it contains or refers to, and
-    `with_definitions` also for definitions that no reference leads to.
+    """Call `_rewrite` for the root, and for all schemas that it contains or refers to.
 
-    Returns False if a reference could not be followed, so that any definition may be in use.
+    Schemas that have no effect unless a reference leads to them, such as definitions, are rewritten
+    only if a reference leads to them, or `with_definitions`.
+
+    Returns False if it is not known which of these schemas have an effect: a reference could not be
+    followed, or a schema below the root has an id.
     """
     seen, pending, followed_all = set[int](), [(name, root)], True
     while pending:
@@ -187,8 +192,8 @@ def _rewrite_all(name: str, root: dict[str, Any], *, with_definitions: bool = Fa
 
 
 def _rewrite(place: str, schema: dict[str, Any]) -> None:
-    """Remove the keywords that llguidance lacks, or replace them by equivalent ones, in place;
-    `RequestError` for one with an effect that no grammar can express."""
+    """Remove the keywords and formats that llguidance lacks, or replace them by equivalent ones, in
+    place. `RequestError` for a keyword with an effect that llguidance cannot express."""
     for key, harmless_values in _LACKING.items():
         if key not in schema:
             continue
@@ -196,7 +201,7 @@ def _rewrite(place: str, schema: dict[str, Any]) -> None:
         if any(value == other and type(value) is type(other) for other in harmless_values):
             continue
         if equivalent is None or _APPLICATORS & schema.keys():
-            raise RequestError(f"{place}.{key}", value, "left out: no grammar can express it")
+            raise RequestError(f"{place}.{key}", value, "left out: llguidance cannot express it")
         is_tuple = equivalent == "items" and isinstance(schema.get(equivalent), list)
         schema.setdefault("additionalItems" if is_tuple else equivalent, value)
     min_keys = schema.get("minProperties", 0)
@@ -232,7 +237,7 @@ def _subschemas(
 
 
 def _follow(name: str, reference: str, root: dict[str, Any]) -> tuple[str, Any]:
-    """The place and the target of a reference; the target is None if it cannot be found."""
+    """The place and the target of a reference; the target is None if there is no such place."""
     head, *steps = unquote(reference).split("/")
     target: Any = root if head == "#" else None
     for step in steps:

@@ -105,7 +105,7 @@ def engine_deployment(model: FleetModel, server: ServeOptions, needs: Needs) -> 
     scale, config = model.scale, model.engine
     config = replace(config, device="cuda" if needs.gpus else "cpu")
     if not needs.gpus and config.threads is None:
-        config = replace(config, threads=max(int(needs.cpus), 1))
+        config = replace(config, threads=needs.threads)
     count = scale.replicas or 1
     replica_count: dict[str, Any] = {"num_replicas": count}
     if scale.max_replicas is not None:

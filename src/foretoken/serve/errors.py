@@ -63,7 +63,7 @@ _BOUNDS = {
     "value_error": "{error}",
 }  # fmt: skip
 """What a value must be, by pydantic's type of the error."""
-request_id = ContextVar("request_id", default="")  # of this task
+request_id = ContextVar("request_id", default="")  # of the request that this task serves
 
 
 def path_without_root(scope: Scope) -> str:
@@ -160,7 +160,7 @@ def _log_error(summary: str, error: BaseException) -> None:
 
 @contextmanager
 def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Have a `RequestError` name its field as the client wrote it: `names` maps our names to it."""
+    """Have a `RequestError` name its field as the client wrote it; `names`: {our name: theirs}."""
     try:
         yield
     except RequestError as error:
@@ -172,7 +172,8 @@ def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def install(app: FastAPI) -> None:
-    """Have the application answer known errors as a `Refusal`; `BodyLimits` answers others."""
+    """Have the application answer three kinds of exceptions by a `Refusal`: of invalid bodies, of
+    HTTP, and our own. `BodyLimits` answers all other exceptions."""
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:

@@ -21,7 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from foretoken.async_engine import AsyncEngine
-from foretoken.outputs import RequestMetrics
+from foretoken.outputs import RequestMetrics, SpeculationMetrics
 from foretoken.serve.running import PromptDelta
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -162,18 +162,16 @@ class EngineCollector(Collector):
         yield self._counter("vllm:request_success", "Samples ended.", finished, "finished_reason")
         for name, text in _HISTOGRAMS.items():
             yield self._histogram(name, text, counts.histograms[name])
-        name = "time_per_output_token_seconds"  # its older name
-        newer_name = "inter_token_latency_seconds"
+        name, newer_name = "time_per_output_token_seconds", "inter_token_latency_seconds"
         yield self._histogram(name, _HISTOGRAMS[newer_name], counts.histograms[newer_name])
         # A gauge of 1 with the cache's options as labels, as vLLM has it.
         labels, text = ["model_name", *self._cache], "Options of the cache."
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
         family.add_metric([self._model, *map(str, self._cache.values())], 1)
         yield family
-        yield from self._speculation()
+        yield from self._speculation(drafts)
 
-    def _speculation(self) -> Iterator[Metric]:
-        metrics = self._engine.metrics
+    def _speculation(self, metrics: SpeculationMetrics) -> Iterator[Metric]:
         per_position = {
             "vllm:spec_decode_num_accepted_tokens_per_pos": metrics.accepted_per_position,
             "foretoken:spec_decode_num_draft_tokens_per_pos": metrics.drafted_per_position,

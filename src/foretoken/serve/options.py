@@ -155,7 +155,8 @@ class ServeOptions:
                 raise ConfigError("allowed_hosts", name, "a name without scheme, port and path")
         if self.allowed_hosts and not self.checks_host:
             bound = "left out with a key, or if `host` is not an address of the loopback"
-            raise ConfigError("allowed_hosts", self.allowed_hosts, bound, "Any `Host` is answered.")
+            remedy = "In these cases `Host` is not checked: requests with any name are answered."
+            raise ConfigError("allowed_hosts", self.allowed_hosts, bound, remedy)
 
     def _check_tls(self) -> None:
         check_int("ssl_cert_reqs", self.ssl_cert_reqs, 0, 2)
@@ -193,7 +194,7 @@ class ServeOptions:
             return self.host == "localhost"
 
     def check_engine(self, config: EngineConfig) -> None:
-        """Raise `ConfigError` if the engine's rule is `synthetic`, and that is not allowed."""
+        """Raise `ConfigError` if the engine's rule is `synthetic`, unless `allow_synthetic`."""
         speculation = config.speculative_config
         rule = speculation.rejection_sample_method if speculation else None
         if rule == "synthetic" and not self.allow_synthetic:
@@ -202,7 +203,7 @@ class ServeOptions:
 
 
 def describe_model(names: Sequence[str], config: EngineConfig) -> str:
-    """A line with the model's names and drafters."""
+    """A line with the model's names, its drafters, K and the rule."""
     speculation, summary = config.speculative_config, "nothing drafts"
     if speculation is not None:
         drafters, max_drafts = ", ".join(speculation.members), speculation.num_speculative_tokens

@@ -23,8 +23,8 @@ from foretoken.serve.errors import Refusal, refusal
 from foretoken.serve.running import PromptDelta
 
 SLICE = 0.002
-"""Seconds. The engine's thread takes the interpreter many times in a step, and each time it waits
-for the rest of a slice of work."""
+"""Seconds. The engine's thread takes the interpreter many times in a step, and each time the thread
+waits for the rest of a slice of work."""
 LONG_BODY = 2**15  # bytes, which take a millisecond or two to read; starting a thread takes 0.1 ms
 DONE = b"data: [DONE]\n\n"
 Choices = dict[int, list[Event]]
@@ -72,7 +72,7 @@ def pieces(value: Any) -> Iterator[bytes]:
 
 
 async def paced(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """The parts, joined into one chunk per slice of work, which is to iterate over `parts`."""
+    """The parts, joined into one chunk per slice. Iterating over `parts` is the work of a slice."""
     chunk: list[bytes] = []
     start = perf_counter()
     for part in parts:
@@ -120,7 +120,7 @@ class WholeAnswer(Response):
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # `send` waits until the client has read most of the parts before.
+        # Each `send` waits until the client has read most of what was sent before.
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         *parts, last = self._parts
         for part in parts:

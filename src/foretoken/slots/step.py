@@ -271,7 +271,8 @@ class StepResult:
     is_finite_N: whether each deciding row was finite before edits; None: edits made no row
         non-finite.
     logprobs: for each deciding request that wants log-probabilities, `num_drafts + 1` rows, padded
-        to the same number for all; then rows of prompts. None: no request wants any.
+        to the same number for all; then a row for each token of prompts whose log-probabilities
+        are wanted. None: no request wants any.
     evidence: the `Evidence` of the requests that want it; None: no request does.
     seconds: the host's time for the step in the runner.
     events: (phase, event) for each event recorded on a GPU.
@@ -330,7 +331,7 @@ class StepResult:
         return outcomes
 
     def _read_bans(self, outcomes: dict[int, Outcome], is_finite_N: list[bool]) -> None:
-        """Set `bans_all` of requests with logits that were finite before their edits."""
+        """Set `bans_all` of requests whose logits were finite until edits banned every token."""
         first = 0  # the request's first row
         for slot, outcome in self.decisions.items():
             was_finite = all(is_finite_N[first : first + outcome.num_accepted + 1])
@@ -338,19 +339,21 @@ class StepResult:
                 outcomes[slot] = outcomes[slot]._replace(bans_all=True)
             first += outcome.num_drafts + 1
 
-    def _read_logprobs(self, outcomes: dict[int, Outcome], logprobs: Logprobs) -> None:
-        """Set `logprobs` and `prompt_logprobs`; `StepResult.logprobs` has the order of rows."""
+    def _read_logprobs(self, outcomes: dict[int, Outcome], all_rows: Logprobs) -> None:
+        """Set `logprobs` and `prompt_logprobs` of the outcomes. See the class for the order of
+        `all_rows`, which are the rows of `self.logprobs`."""
         step, slot_D = self.step, self.step.slot_D
         reported, prompts = step.reported_D, step.reported_prompts_B
-        num_drawn = len(logprobs.rank_N) - sum(step.num_tokens_B[b] for b in prompts)
+        # Rows of deciding requests; rows of rejected drafts and of padding are among them.
+        num_deciding_rows = len(all_rows.rank_N) - sum(step.num_tokens_B[b] for b in prompts)
         for i, d in enumerate(reported):
-            outcome, first = outcomes[slot_D[d]], i * num_drawn // len(reported)
-            rows = _some_rows(logprobs, first, len(outcome.token_ids))
+            outcome, first = outcomes[slot_D[d]], i * num_deciding_rows // len(reported)
+            rows = _some_rows(all_rows, first, len(outcome.token_ids))
             outcomes[slot_D[d]] = outcome._replace(logprobs=rows)
-        first = num_drawn
+        first = num_deciding_rows
         for b in prompts:
             # The last row of a prompt predicts a drawn token, not a token of the prompt.
-            rows = _some_rows(logprobs, first, step.num_tokens_B[b] - step.decides_B[b])
+            rows = _some_rows(all_rows, first, step.num_tokens_B[b] - step.decides_B[b])
             slot, first = step.slot_B[b], first + step.num_tokens_B[b]
             outcomes[slot] = outcomes[slot]._replace(prompt_logprobs=rows)
 

@@ -174,7 +174,7 @@ class SlotTable:
         self.drafters = frozenset(request.drafter for request in requests)
 
     def _release(self, slot: int) -> None:
-        """Forget the request in a slot. It has ended, so exceptions of owners are only logged."""
+        """Forget the request in a slot. Exceptions of owners are only logged."""
         self.admitted.pop(slot, None)
         for name, owner in self._owners.items():
             try:
@@ -211,7 +211,7 @@ class SlotTable:
         for row, ids in zip(token_AL, texts, strict=True):
             row[: len(ids)] = ids
         state.token_SL[slot_A, : token_AL.shape[1]] = self._send(token_AL)
-        state.block_SL.index_fill_(0, slot_A, self._spare_block)  # drop the last request's blocks
+        state.block_SL.index_fill_(0, slot_A, self._spare_block)  # drop the former request's blocks
 
     def _write_blocks(self, new_blocks: Iterable[tuple[int, int, Sequence[int]]]) -> None:
         """Write `StepPlan.new_blocks` into block tables; a later entry replaces an earlier one."""
@@ -290,8 +290,8 @@ class SlotTable:
     ) -> ForwardBatch:
         """The target's batch: the requests' next known tokens, and drafts of deciding requests.
 
-        The rows of logits are first those of deciding requests, then those of prompts that want
-        log-probabilities. `most` is the most drafts of any request.
+        First come `most` + 1 rows of logits for each deciding request, then a row for each token
+        of prompts whose log-probabilities are wanted. `most`: the most drafts of any request.
         """
         step = requests.step
         size_B, size_D = len(requests.slot_B), len(requests.slot_D)
@@ -304,14 +304,14 @@ class SlotTable:
         prompts = step.reported_prompts_B
         if not prompts:
             return batch
-        start_B1, num_deciding = batch.attention.query_start_B1, len(batch.logit_row_N)
+        start_B1, num_deciding_rows = batch.attention.query_start_B1, len(batch.logit_row_N)
         offsets = [torch.arange(step.num_tokens_B[b], device=self.device) for b in prompts]
         row_P = [start_B1[b] + offset for b, offset in zip(prompts, offsets, strict=True)]
         row_N = torch.cat([batch.logit_row_N, *row_P])
         if len(row_N) == len(batch.token_T):
             # T rows would mean all tokens in order (`ForwardBatch`): add a row that is never read.
             row_N = torch.cat([row_N, row_N[:1]])
-        return batch._replace(logit_row_N=row_N, num_deciding=num_deciding)
+        return batch._replace(logit_row_N=row_N, num_deciding=num_deciding_rows)
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
         """Write the outcome of a step to the slots; see `Steps.advance` for the result."""

@@ -227,7 +227,8 @@ class Command:
         stopped = [finding.stopped for finding in self.findings if finding.stopped]
         if stopped and not any(finding.refuted for finding in self.findings):
             bound = "a server that answers until the audit ends"
-            raise ConfigError("url", scope.options.url, bound, f"Restart it: {stopped[0]}.")
+            remedy = f"It stopped: {stopped[0]}. Read its log, or restart it."
+            raise ConfigError("url", scope.options.url, bound, remedy)
         if scope.options.gallery:  # each bug must be named; lossless members must have none
             names = [(f.bug, f.subject.name) for f in self.findings]
             return int(any(bug != (None if name in LOSSLESS else name) for bug, name in names))

@@ -148,7 +148,10 @@ class ServerAudit:
         candidates = [*self._most_even(temperature, *FULL), *self._most_even(temperature, *HALF)]
         self._known_logits.clear()
         if not candidates:
-            bound = f"a model with at most {MAX_TEXTS} likely texts of {LENGTH} tokens per prompt"
+            bound = (
+                f"a model with prompts of at most {MAX_TEXTS} likely texts of {LENGTH} tokens, none "
+                "of them near the edge of top_p or with a stop token"
+            )
             raise ConfigError("model", self.client.server.model, bound, "Audit an engine instead.")
         chosen = []
         for number, (ids, params, distribution) in enumerate(candidates, 1):

@@ -133,8 +133,8 @@ def one_round(
     """
     device = target_V.device
     accepts, firsts = [], []
-    for number, num in batches(trials, device, 12 * max(len(target_V), len(draft_V))):
-        seed = 7_000_021 + number
+    for batch_index, num in batches(trials, device, 12 * max(len(target_V), len(draft_V))):
+        seed = 7_000_021 + batch_index
         params = setting.params(num, seed, device)
         draft_params = (draft_setting or setting).params(num, seed, device)
         slot_B = torch.arange(num, device=device)
@@ -183,7 +183,7 @@ def share_finding(case: str, n_accept: Tensor, expected: float) -> Finding:
 
 
 def always_and_never(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
-    """A draft equal to the target is always accepted, a draft with no token in common never."""
+    """Every draft is accepted if q equals p, and no draft if p and q have no token in common."""
     findings = []
     generator = torch.Generator().manual_seed(0)
     equal_V = (torch.randn(12, generator=generator) * 5).to(device)
@@ -204,7 +204,8 @@ def always_and_never(backend: Backend, device: torch.device, trials: int = TRIAL
 def outside_the_nucleus(
     backend: Backend, device: torch.device, trials: int = TRIALS
 ) -> list[Finding]:
-    """Unfiltered drafts of tokens outside the target's filters are never accepted."""
+    """Unfiltered drafts for a filtered target: some drafts are accepted, but not all, and emitted
+    tokens have the filtered distribution."""
     findings = []
     target_V = torch.randn(12, generator=torch.Generator().manual_seed(3))
     device_V = target_V.to(device)

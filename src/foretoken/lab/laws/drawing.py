@@ -40,7 +40,7 @@ VOCABULARIES = (1, 999, 1024, 1025, 4097, 8193, 151_936)
 CELLS = 64  # of tokens that are counted together
 
 Draw = Callable[[Tensor, int, int], Tensor]
-"""(logits_V, number of draws, number of the batch) -> token ids."""
+"""(logits_V, number of draws, index of the batch, which seeds the draws) -> token ids."""
 
 
 def sampler(
@@ -52,14 +52,14 @@ def sampler(
     last_V: Tensor | None = None
     rows_NV = torch.empty(0)
 
-    def draw(logits_V: Tensor, num: int, number: int) -> Tensor:
-        nonlocal last_V, rows_NV  # rows of logits, which batches with equal logits share
-        if last_V is not logits_V or len(rows_NV) < num:
-            last_V, rows_NV = logits_V, logits_V.expand(num, -1).contiguous()
-        params = setting.params(num, number, logits_V.device)
-        slot_N = torch.arange(num, device=logits_V.device)
+    def draw(logits_V: Tensor, num_draws: int, batch_index: int) -> Tensor:
+        nonlocal last_V, rows_NV  # kept for further batches with the same tensor `logits_V`
+        if last_V is not logits_V or len(rows_NV) < num_draws:
+            last_V, rows_NV = logits_V, logits_V.expand(num_draws, -1).contiguous()
+        params = setting.params(num_draws, batch_index, logits_V.device)
+        slot_N = torch.arange(num_draws, device=logits_V.device)
         zero_N = torch.zeros_like(slot_N)
-        rows = Rows(rows_NV[:num], params, slot_N)
+        rows = Rows(rows_NV[:num_draws], params, slot_N)
         return backend.sample(rows, Noise(zero_N, zero_N, streams, setting.fp64_noise))
 
     return draw
@@ -69,8 +69,9 @@ def _draw_counts(draw: Draw, logits_V: Tensor, draws: int) -> Tensor:
     """The number of times that each token was drawn, [V] on the CPU."""
     vocabulary = len(logits_V)
     counts_V = torch.zeros(vocabulary, dtype=torch.int64, device=logits_V.device)
-    for number, num in batches(draws, logits_V.device, 4 * vocabulary):
-        counts_V += torch.bincount(draw(logits_V, num, number), minlength=vocabulary)
+    for batch_index, num_draws in batches(draws, logits_V.device, 4 * vocabulary):
+        token_N = draw(logits_V, num_draws, batch_index)
+        counts_V += torch.bincount(token_N, minlength=vocabulary)
     return counts_V.cpu()
 
 
@@ -175,7 +176,7 @@ def near_uniform(
 def tail_counts(draw: Draw, device: torch.device, vocabulary: int, draws: int) -> tuple[int, float]:
     """How many draws were tokens 18 to 20.5 logits below the likeliest, and the expected number.
 
-    The number is Poisson distributed.
+    The first number is Poisson distributed.
     """
     logits_V = torch.linspace(-18.0, -20.5, vocabulary, device=device)
     likeliest = vocabulary // 2

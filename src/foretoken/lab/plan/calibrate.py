@@ -37,8 +37,8 @@ Clock = Callable[[], float]  # returns seconds
 class TimedStep(NamedTuple):
     """A step, and its seconds of drafting.
 
-    The time of a step ends with its result, and begins with that of the previous step or at the
-    start.
+    The time of a step begins with the result of the previous step, or at the start of the run. It
+    ends with the step's own result.
     """
 
     step: Step
@@ -56,7 +56,8 @@ class _LiveRequest:
 class EngineRun:
     """A run of a real engine, with the same records as `Simulation.run`.
 
-    All requests wait at the start, and `concurrency` of them run at a time. Their noise differs.
+    All requests wait at the start, and `concurrency` of them run at a time. The noise of
+    each request is different.
 
     Attributes:
         params: parameters of each request, except for `max_tokens`.
@@ -147,7 +148,7 @@ _MIN_RATIO = 1.5  # of prompt lengths, to separate the cost of pairs from the co
 # Output tokens of every timed prompt: prompts mostly follow decode steps in real use, too, and
 # after replayed graphs a host takes up to twice as long for a prompt (8B, H200).
 _PROMPT_OUTPUT = 8
-_STALL = 3.0  # a step that takes more than so many times the median counts as so many
+_STALL = 3.0  # a step counts at most so many times the median
 
 
 class BatchSetup(NamedTuple):
@@ -335,7 +336,8 @@ class Calibration:
                 context += 1 + accepted / requests
 
     def _step(self, setup: BatchSetup) -> tuple[float, float, float]:
-        """Means of settled steps: seconds, seconds of drafting, context; `ConfigError`: too few."""
+        """Means of a setup's settled steps: seconds, seconds of drafting, context. `ConfigError`:
+        the setup has too few such steps."""
         steps = self._timings[setup].steps
         if len(steps) < _MIN_STEPS:  # the cache does not hold all requests of the setup
             blocks, tokens = self._engine.scheduler.pool.num_blocks, setup.length + setup.output
@@ -403,7 +405,8 @@ class Calibration:
         return costs if ends[1] else slopes[:1]
 
     def _prompts(self) -> PromptCosts:
-        """Costs of prompt steps by tokens, and per pair; prompts of decode setups count, too."""
+        """Seconds of prompt steps by their number of tokens, and seconds per pair of a token and an
+        earlier token. The steps that compute prompts of decode setups count, too."""
         by_size = defaultdict[tuple[int, int], list[float]](list)
         for setup, timings in self._timings.items():
             by_size[setup.batch, setup.length] += timings.prompts
@@ -412,9 +415,9 @@ class Calibration:
             for (n, length), seconds in by_size.items()
             if seconds
         ]
-        pair = seconds_per_pair(steps)
-        seconds_of = seconds_without_pairs(steps, pair)
-        return PromptCosts([*seconds_of], nearest_rising([*seconds_of.values()]), pair)
+        pair_seconds = seconds_per_pair(steps)
+        seconds_of = seconds_without_pairs(steps, pair_seconds)
+        return PromptCosts([*seconds_of], nearest_rising([*seconds_of.values()]), pair_seconds)
 
     def _acceptance(self) -> tuple[float, ...] | None:
         """Chances that a draft and all before it are accepted; None if not measured on a text."""
@@ -428,9 +431,9 @@ class Calibration:
 def seconds_per_pair(steps: Sequence[PromptStep]) -> float:
     """Seconds per pair of a token and an earlier token; 0 if prompt lengths are too similar.
 
-    It is the slope of the seconds per token over the number of earlier tokens, in the largest steps
-    only: smaller steps take a minimum time for any number of tokens, and with them the slope was 37
-    times too steep on a GPU.
+    The result is the slope of the seconds per token over the number of earlier tokens, in the
+    largest steps only: smaller steps take a minimum time for any number of tokens, and with these
+    steps the slope was 37 times too steep on a GPU.
     """
     max_tokens = max((step.tokens for step in steps), default=0)
     large = [step for step in steps if step.tokens >= max_tokens / 2]
@@ -442,15 +445,16 @@ def seconds_per_pair(steps: Sequence[PromptStep]) -> float:
     return max(float(np.polyfit(half_lengths, token_seconds, 1, w=weights)[0]), 0.0)
 
 
-def seconds_without_pairs(steps: Sequence[PromptStep], pair: float) -> dict[int, float]:
-    """The mean seconds of a step by its number of tokens, without `pair` seconds for each pair.
+def seconds_without_pairs(steps: Sequence[PromptStep], pair_seconds: float) -> dict[int, float]:
+    """The mean seconds of a step by its number of tokens, less `pair_seconds` for each pair.
 
     Steps with equally many tokens, in prompts of different lengths, are averaged with their counts
     as weights.
     """
     by_tokens = defaultdict[int, list[tuple[float, int]]](list)
     for step in steps:
-        by_tokens[step.tokens].append((max(step.seconds - pair * step.pairs, 0.0), step.times))
+        seconds = max(step.seconds - pair_seconds * step.pairs, 0.0)
+        by_tokens[step.tokens].append((seconds, step.times))
     return {
         tokens: sum(seconds * times for seconds, times in kinds) / sum(times for _, times in kinds)
         for tokens, kinds in sorted(by_tokens.items())

@@ -1,7 +1,9 @@
 """`foretoken train-eagle3`: from a target and a file of text to the folder of a head.
 
-Shape suffixes: N rows of token ids, from the data or written by the target; L tokens of a row, B
-rows of a batch.
+Rows of token ids are *own* if the target wrote them, *real* if they are from the data, and *held*
+if the head is measured on them but not trained.
+
+Shape suffixes: N rows, L tokens of a row, B rows of a batch.
 """
 
 from __future__ import annotations
@@ -203,7 +205,7 @@ def describe_head(
     }
 
 
-def _get(config: Any, name: str, default: Any) -> Any:  # in place of None, too
+def _get(config: Any, name: str, default: Any) -> Any:  # the default also replaces None
     value = getattr(config, name, None)
     return default if value is None else value
 
@@ -261,7 +263,7 @@ class Training:
 
     say: called with lines of progress
     note: called with a line about the work done, which Ctrl-C reports
-    trainer: the class that does the steps; a subclass may set it
+    trainer: the class of the object that does the steps; a subclass may set it
     """
 
     trainer: type[Trainer] = Trainer
@@ -291,7 +293,7 @@ class Training:
         own_NL, real_NL = self._rows()
         num_held = max(1, int(len(own_NL) * _HELD_SHARE))
         held_NL, own_NL = own_NL[:num_held].to(device), own_NL[num_held:].to(device)
-        trainer = self._trainer(config, own_NL, device)
+        trainer = self._make_trainer(config, own_NL, device)
         if options.resume:
             trainer.load(self._state)
         settings = (options.batch_size, options.real_share, options.seed)
@@ -303,7 +305,8 @@ class Training:
         interrupt.deliver([])
 
     def _describe(self) -> Eagle3Config:
-        """Write the head's `config.json` and the options; an error if no head can be made."""
+        """Write the options and the head's `config.json`; returns the latter. Errors: see
+        `resolve_checkpoint` and `describe_head`."""
         options = self.options
         folder = resolve_checkpoint(options.model)
         with quiet_transformers():
@@ -317,7 +320,7 @@ class Training:
         return read_eagle3_config(self.folder)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
-        """Rows written by the target, and rows of the data, int32; kept in a file for `resume`."""
+        """The own and the real rows, int32. They are kept in a file, which `resume` reads."""
         from safetensors.torch import load_file, save_file
 
         from foretoken import LLM, SamplingParams
@@ -347,7 +350,7 @@ class Training:
         save_file(texts, self._texts)
         return texts["own"], texts["real"]
 
-    def _trainer(self, config: Eagle3Config, own_NL: Tensor, device: torch.device) -> Trainer:
+    def _make_trainer(self, config: Eagle3Config, own_NL: Tensor, device: torch.device) -> Trainer:
         options, target_ids = self.options, None
         layers = config.aux_layers or ()
         model = load_model(

@@ -44,6 +44,11 @@ class Needs:
         amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory)}
         return {name: value for name, value in amounts.items() if value}
 
+    @property
+    def threads(self) -> int:
+        """Threads of an engine on these cores: one for each whole core, and at least one."""
+        return max(int(self.cpus), 1)
+
     def described(self) -> str:
         words = [f"{self.cpus:.3g} CPU", f"{self.gpus:.3g} GPU" if self.gpus else ""]
         words.append(f"{self.memory / 2**30:.1f} GiB of memory" if self.memory else "")
@@ -54,7 +59,8 @@ def compute_needs(model: FleetModel, *, has_gpus: bool) -> Needs:
     """What a replica of this model needs; `has_gpus` tells whether the cluster has GPUs for `auto`.
 
     Raises:
-        ConfigError: `device` names one GPU of several, or `replica_gpus` contradicts `device`.
+        ConfigError: `device` names one GPU of several; `replica_gpus` contradicts `device`; or
+            `replica_gpus` is a share of a GPU that is smaller than `memory_fraction`.
     """
     engine, scale = model.engine, model.scale
     if ":" in engine.device:
@@ -86,7 +92,7 @@ def compute_needs(model: FleetModel, *, has_gpus: bool) -> Needs:
 def _weight_bytes(config: EngineConfig, on_gpu: bool) -> int:
     """Bytes of the target's and the drafters' weights on the host; 0 for missing files.
 
-    Weights for a GPU count 0, since they pass through a small buffer.
+    Weights for a GPU count 0, since they pass through a small buffer, and so do random weights.
     """
     if on_gpu or config.load_format != "auto":
         return 0
@@ -159,7 +165,7 @@ def check_cluster(
 
 
 def _place_replica(needs: Needs, free: Sequence[dict[str, float]]) -> bool:
-    """Subtract the needs from the first machine with so much free; False if there is none."""
+    """Subtract the needs from the first machine that has room; False if no machine has room."""
     for node in free:
         if all(node.get(key, 0.0) >= value - 1e-9 for key, value in needs.resources.items()):
             for key, value in needs.resources.items():
@@ -190,7 +196,7 @@ def _absolute_paths(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(name: str) -> str:
-    """The absolute path of a file that exists; other names are unchanged, as those of the hub."""
+    """The absolute path of a file that exists. Built-in names and other names are unchanged."""
     path = Path(name)
     return str(path.resolve()) if name not in {*BUILT_IN, *PACKAGED} and path.exists() else name
 

@@ -1,10 +1,11 @@
 """Compiles the native kernels: `python -m foretoken.ops.backends.native.build`.
 
-It imports the standard library only, since the hook that builds a wheel loads this file by its path
-before anything is installed. There is one library per instruction set, so that a wheel built
-anywhere runs anywhere. A library's name holds a digest of the sources, so that one of other sources
-is never loaded. Its last bytes, which the system's loader does not read, are a digest of all other
-bytes, by which a damaged library is detected before it kills the process with SIGBUS.
+This file imports the standard library only, since the hook that builds a wheel loads this file by
+its path before anything is installed. There is one library per instruction set, so that a wheel
+built anywhere runs anywhere. A library's name holds a digest of the sources, so that a library of
+other sources is never loaded. The last bytes of a library, which the system's loader does not read,
+are a digest of all other bytes: by them a damaged library is detected before it kills the process
+with SIGBUS.
 """
 
 from __future__ import annotations
@@ -157,15 +158,16 @@ def _link(command: list[str], flags: list[str], path: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _run(command: list[str], flags: list[str]) -> None:
-    """Run the compiler; raise a `BuildError` with its first errors if it fails."""
+def _run(command: list[str], shown_flags: list[str]) -> None:
+    """Run a command of the compiler. If the command fails, raise a `BuildError` with the first
+    errors, and with only `shown_flags` of the command's arguments."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return
     lines = [line.strip() for line in done.stderr.splitlines() if "warning:" not in line]
     errors = [line for line in lines if re.search(r"\berror\b|undefined reference", line)]
     shown = errors[:_MAX_ERROR_LINES] or lines[-_MAX_ERROR_LINES:]
-    raise BuildError("\n  ".join([f"`{' '.join([command[0], *flags])}` failed:", *shown]))
+    raise BuildError("\n  ".join([f"`{' '.join([command[0], *shown_flags])}` failed:", *shown]))
 
 
 class _Progress:

@@ -42,7 +42,7 @@ def standard(log_p, log_q, log_u, i, num):
 
 @triton.jit
 def synthetic(rate, log_q, u, i, num):
-    """Accept x_i while u_i is below its rate, whatever p and q are."""
+    """Accept x_i while u_i is below the draft's rate and q(x_i) > 0, whatever p(x_i) is."""
     return _prefix_length((u < rate) & (log_q > float("-inf")), i, num)
 
 
@@ -53,8 +53,8 @@ def _larger(a, b):
 
 @triton.jit
 def block_weights(log_p, log_q):
-    """log2 p_{i+1}, where p_{i+1} = min(1, p_i p(x_i) / q(x_i)). Sun et al. 2024, algorithm 2.
-    In log2 this is a walk reflected at 0: its sum minus the highest sum so far."""
+    """log2 p_{i+1}, where p_0 = 1, p_{i+1} = min(1, p_i p(x_i) / q(x_i)). Sun et al. 2024, alg. 2.
+    In log2 this is a walk reflected at 0: the sum so far, minus the highest sum so far."""
     ratio = tl.where(log_q > float("-inf"), log_p - log_q, float("-inf"))
     walk = tl.cumsum(ratio, axis=0)
     highest = tl.maximum(tl.associative_scan(walk, 0, _larger), 0.0)
@@ -63,8 +63,8 @@ def block_weights(log_p, log_q):
 
 @triton.jit
 def block_all(log_next, log_q, log_u, i, num):
-    """num if BLOCK accepts every draft, else 0. This needs no residual mass, since h_K = p_K.
-    log_next: log2 p_{i+1}."""
+    """num if BLOCK accepts every draft, else 0. This needs no residual mass, since h_i of the last
+    draft is p_{i+1} (see `block`). log_next: log2 p_{i+1}."""
     with_q = _prefix_length(log_q > float("-inf"), i, num)
     last = tl.sum(((i == with_q - 1) & (log_u < log_next)).to(tl.int32), axis=0)
     return tl.where((with_q == num) & (last > 0), num, 0)
@@ -72,9 +72,10 @@ def block_all(log_next, log_q, log_u, i, num):
 
 @triton.jit
 def block(log_next, mass_next, is_last, log_q, log_u, i, num):
-    """Accept the first tau = max{i: u_i < h_i} drafts, even if an earlier u_i reaches h_i.
-    h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, h_K = p_K. log_next: log2 p_{i+1}. mass_next: the residual
-    mass S_{i+1}. is_last: whether no draft with a q follows."""
+    """Accept all drafts up to the last one with u_i < h_i, even if an earlier u_j reaches h_j. For
+    the last draft h_i = p_{i+1}, else S_{i+1} / (S_{i+1} + 1 - p_{i+1}), where 0/0 = 1 (the paper
+    counts drafts from 1, so its h has the index i + 1). log_next: log2 p_{i+1}. mass_next: the
+    residual mass S_{i+1}. is_last: whether no draft with a q follows."""
     p = tl.exp2(log_next)
     rest = mass_next + 1 - p
     h = tl.where(rest > 0, mass_next / tl.where(rest > 0, rest, 1.0), 1.0)

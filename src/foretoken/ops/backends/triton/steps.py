@@ -188,7 +188,8 @@ def _store_packed(table: SlotTable, out: Packed, b, span, first_token, first_row
 
 @triton.jit(do_not_specialize=["B"])
 def count_kernel(table: SlotTable, slot_B, most_B, num_B, position_B, B, OVERLAP: tl.constexpr):
-    """A program counts the drafts and known tokens of CHUNK requests."""
+    """A program computes, for CHUNK requests, how many drafts each may have at most, and where the
+    first draft goes: after the known tokens."""
     wait_for_writes(OVERLAP)
     b = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     slot = tl.load(slot_B + b, mask=b < B, other=0)
@@ -247,7 +248,8 @@ def advance_kernel(table: SlotTable, step: StepTokens, verdict: Verdict, packet,
 @triton.jit(do_not_specialize=["B", "T"])
 def shift_kernel(table: SlotTable, slot_B, start_B1, length_B, token_T, row_B, B, T,
                  OVERLAP: tl.constexpr):  # fmt: skip
-    """A program writes the token after each token of a request; the last one also the padding."""
+    """A program writes the token after each token of a request, and the request's last row (see
+    `Steps.shift`). The last program also writes the padding."""
     wait_for_writes(OVERLAP)
     table = table
     b = tl.program_id(0)
@@ -277,9 +279,10 @@ def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constex
 
 @triton.jit
 def search_kernel(table: SlotTable, lookup: Lookup, shortest, longest, OVERLAP: tl.constexpr):
-    """Programs: (request, part of its text). Each ranks the suffix's occurrences that end there.
-    Longer suffixes rank higher. For equal lengths, occurrences with enough later tokens for all
-    drafts rank above all others: the former rank by rising position, the latter by falling."""
+    """Programs: (request, part of its text). A program writes the highest rank of an occurrence of
+    the suffix that ends in the part. Longer suffixes rank higher. For equal lengths, occurrences
+    with enough later tokens for all drafts rank above all others: the former rank by rising
+    position, the latter by falling."""
     wait_for_writes(OVERLAP)
     table, lookup = table, lookup
     b, part = tl.program_id(0), tl.program_id(1)

@@ -6,8 +6,8 @@ list, and the listed logits that are kept complete the masses. That takes one pa
 151 936 normal logits, two for nearly all others. Otherwise the results bound the next guess, for
 which the program sweeps the row. A list that overflowed is the sample for this guess (except a list
 of `sweep.py`, which is in order of arrival). For a value so frequent that it would fill the list,
-the guess is only this value's key (b is the next key). After GUESSES passes the range of keys is
-halved instead, so that the search ends for every row.
+the guess [a, b) is this value's key alone: b is the next key. After GUESSES passes the range of
+keys is halved instead, so that the search ends for every row.
 
 A pass by one program is a chain of latencies, so the next span is loaded during work on the last.
 Flat noise needs one more pass, which writes masses and best scores as the scan does.
@@ -106,8 +106,9 @@ def _load_span(rows: RawRows, row, first):
 @triton.jit
 def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
     """One pass over a row; returns `Swept`.
-    Writes the logits between the guess's keys to the list, block by block until it is full, and
-    each block's stretch and W(x >= b)."""
+    Writes the logits between the guess's keys to the list, block by block until the list is full.
+    For each block, `mass_NJ` gets W(x >= b), the weight of the block's logits from the guess's key
+    b on, and `best_NJ` gets the block's stretch of the list (`sweep.py: pack_stretch`)."""
     rows, scratch, room = batch.rows, batch.scratch, room_for_list(batch.rows)
     lowest, highest = value_of(guess.a), value_of(guess.b)
     shape: tl.constexpr = (_SPAN_BLOCKS, BLOCK // _LANES, _LANES)
@@ -152,9 +153,9 @@ def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
 
 @triton.jit
 def _search(batch: Batch, row, search: Search, swept_before):
-    """(the largest t such that W(x >= t) reaches the weight needed, a number of listed logits).
-    The number is that of the last pass; if it exceeds the list's room, list and masses are not
-    those of t. swept_before: whether `sweep.py` made the first sweeps."""
+    """Returns the largest t such that W(x >= t) reaches the weight needed, and the number of logits
+    that the last pass listed. If this number exceeds the list's room, the list and the masses do
+    not belong to t. swept_before: whether `sweep.py` made the first sweeps."""
     rows, filtered, room = batch.rows, batch.scratch.filtered, room_for_list(batch.rows)
     weighting, list_ = search.weighting, list_of(batch, row)
     # The threshold's key is in [low, high). w_low: W(x >= low), -1 until it is known; w_high:

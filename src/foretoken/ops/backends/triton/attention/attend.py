@@ -26,16 +26,16 @@ from foretoken.ops.backends.triton.compiled import launch
 from foretoken.ops.backends.triton.launch import at_most_registers, check_device, dependent
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
-MOST_NEW: int = FEW.value  # new tokens of a request that `attend_new` takes
+MOST_NEW: int = FEW.value  # the most new tokens of a request in `attend_new`
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The work of a batch on the device, and the upper bounds of it that the host knows.
+    """The work of a batch on the device, and upper bounds of this work, which the host knows.
 
     prefill:    None if no request has many queries
-    new_tokens: of a request with few queries; a power of 2
-    items, tiles, merge_rows: of `decode_kernel`, of `prefill_kernel`, of `merge_kernel`
+    new_tokens: upper bound of the queries of a request with few queries; a power of 2
+    items, tiles, merge_rows: upper bounds for `decode_kernel`, `prefill_kernel`, `merge_kernel`
     """
 
     work: records.Work
@@ -106,13 +106,13 @@ def attend_new(
 
     Args:
         qkv_TW: [T, (H + H_kv) * D + H_kv * D_v], unit stride along W: query heads, key heads, value
-            heads of each new token, biases added. Not changed.
+            heads of each new token, biases added. Not changed. `ConfigError` for another width.
         heads: the norms and the rotary embedding of q and k.
         key_cache, value_cache: as in `attention`; new tokens are written at their positions.
         batch: with 1 <= most_queries <= MOST_NEW, else `ConfigError`.
         out_TC: receives the attended values, [T, H * D_v], contiguous, in the dtype of the cache.
             Rows that belong to no request are not written.
-        overlap: launch the kernels dependently (PDL). Each lets the next kernel start at once
+        overlap: launch the kernels dependently (PDL). Each kernel lets the next start at once
             and waits before it reads `qkv_TW`. The plan, the block table and the K/V of earlier
             tokens are read before that wait: they must exist when the plan is made (see `prepare`),
             and the first kernel after the plan must wait before it lets others start.
@@ -178,9 +178,10 @@ def _decode(
     out: Tensor,
     overlap: bool = False,
 ) -> None:
-    config = plan.decode
-    programs = config.programs * _multiprocessors(out.device)
-    grid = shape.H_KV, min(plan.items, max(1, programs // shape.H_KV))
+    """Attend with the requests that have few queries, then merge the pieces of their contexts."""
+    config, multiprocessors = plan.decode, _multiprocessors(out.device)
+    programs_per_head = max(1, config.programs * multiprocessors // shape.H_KV)
+    grid = shape.H_KV, min(plan.items, programs_per_head)
     launch(
         kernels.decode_kernel, grid,
         rows, heads, caches, plan.work, plan.partials, scores, out,
@@ -194,9 +195,10 @@ def _decode(
     if plan.partials.pieces > 1:
         heads_per_program = min(config.merged_heads, shape.H & -shape.H)
         head_groups = shape.H // heads_per_program
-        programs = max(1, 8 * _multiprocessors(out.device) // head_groups)  # 8 for each
+        # All groups together have about 8 programs for each multiprocessor.
+        programs_per_group = max(1, 8 * multiprocessors // head_groups)
         launch(
-            kernels.merge_kernel, (head_groups, min(plan.merge_rows, programs)),
+            kernels.merge_kernel, (head_groups, min(plan.merge_rows, programs_per_group)),
             plan.work, plan.partials, scores, out, H=shape.H, D_V=shape.D_V, WIDTH_V=shape.WIDTH_V,
             HEADS=heads_per_program, PIECES=config.merged_pieces, OVERLAP=overlap,
             num_warps=config.merged_warps, **dependent(overlap),
@@ -209,7 +211,7 @@ def _plan(
     shape: HeadShape,
     decoding: Callable[..., Decoding] = configs.decoding,
 ) -> _Plan:
-    # A captured graph must make its own plan: at a replay any other would be out of date.
+    # A captured graph must make its own plan: at a replay any other plan would be out of date.
     capturing = batch.length_B.is_cuda and torch.cuda.is_current_stream_capturing()
     plans = _plans.setdefault(batch, {})
     plan = plans.get((tokens, shape, capturing))
@@ -267,7 +269,7 @@ def _shape(
 
 
 def _query_heads(qkv_TW: Tensor, key_cache: Tensor, value_cache: Tensor) -> int:
-    """How many query heads a row of qkv has; raises `ConfigError` if it has a part of a head."""
+    """How many query heads a row of qkv has; `ConfigError` if no number of heads fits its width."""
     kv_heads, size = key_cache.shape[2:]
     query_width = qkv_TW.shape[1] - kv_heads * (size + value_cache.shape[3])
     if query_width <= 0 or query_width % (kv_heads * size):

@@ -244,7 +244,7 @@ def test_keywords_that_no_grammar_holds_are_named(
 ) -> None:
     """Also where llguidance ignores them silently, as keywords newer than the schema's draft."""
     asked = {**schema, **({"$schema": draft} if draft else {})}
-    with pytest.raises(RequestError, match="no grammar can express it") as caught:
+    with pytest.raises(RequestError, match="llguidance cannot express it") as caught:
         SamplingParams(structured_outputs={"json": asked})
     assert caught.value.field == f"structured_outputs.json.{place}"
     lenient = {**asked, "x-guidance": {"lenient": True}}
@@ -298,7 +298,7 @@ def test_a_keyword_is_found_wherever_a_reference_leads(
     """Also by a name, or by a pointer within a part that has a name and definitions of its own."""
     asked = {"$schema": DRAFT_7, "$id": "http://e.org/", "definitions": definitions}
     assert SamplingParams(structured_outputs={"json": asked}), "nothing refers to it"
-    with pytest.raises(RequestError, match="no grammar can express it") as caught:
+    with pytest.raises(RequestError, match="llguidance cannot express it") as caught:
         SamplingParams(structured_outputs={"json": {**asked, "$ref": reference}})
     expected = f"structured_outputs.json.definitions.{place}.dependentRequired"
     assert caught.value.field == expected

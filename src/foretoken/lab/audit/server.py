@@ -149,8 +149,8 @@ class ServerAudit:
         self._known_logits.clear()
         if not candidates:
             bound = (
-                f"a model with prompts of at most {MAX_TEXTS} likely texts of {LENGTH} tokens, none "
-                "of them near the edge of top_p or with a stop token"
+                f"a model with prompts of at most {MAX_TEXTS} likely texts of {LENGTH} tokens, "
+                "none of them near the edge of top_p or with a stop token"
             )
             raise ConfigError("model", self.client.server.model, bound, "Audit an engine instead.")
         chosen = []

@@ -20,7 +20,6 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
 @dataclass(eq=False)
 class Cached:
     """A block that can be found by `tokens`, after the block `before`.
-
     `before` is a salt for the first block of a request. With a lookahead, the last of `tokens` are
     those after the tokens that the block holds.
     """

@@ -188,7 +188,6 @@ def drafter(
     **options: Any,
 ) -> MakePropose:
     """The registered drafter of that name; a model it loads is `chain`.
-
     A draft model of other `TEXTS` has its own chain, equally likely to begin with any token. Under
     `hybrid`, `chooser` chooses for requests.
     """

@@ -141,16 +141,8 @@ def test_each_sample_is_aligned_by_itself(target: Path) -> None:
         ([1, "a"], RequestError, "is 'a': must be a list of token ids"),
         ([4, -1], RequestError, "is -1: must be a list of token ids >= 0"),
         ([4, VOCABULARY], RequestError, r"is 260: must be made of token ids in \[0, 260\)"),
-        (
-            [4] * 257,
-            CapacityError,
-            "'257 tokens': must be at most as long as the context, 256 tokens",
-        ),
-        (
-            "x" * 300,
-            CapacityError,
-            "'300 tokens': must be at most as long as the context, 256 tokens",
-        ),
+        ([4] * 257, CapacityError, "'257 tokens': must be at most as long as the context, 256"),
+        ("x" * 300, CapacityError, "'300 tokens': must be at most as long as the context, 256"),
     ],
 )
 def test_values_that_are_no_prediction_are_refused(

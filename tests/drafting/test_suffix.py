@@ -95,7 +95,6 @@ def naive(
     texts: list[list[int]], own: list[int], k: int, options: SuffixOptions
 ) -> tuple[float, list[int]]:
     """The expected number of accepted drafts, and the drafts, by counting occurrences in `texts`.
-
     Without `texts`, occurrences in `own` are counted; a match may continue into the drafts.
     """
     ends = [(text, end) for text in reversed(texts or [own]) for end in range(len(text), 0, -1)]

@@ -118,7 +118,7 @@ def test_prefixes_are_shared_within_a_salt_alone(kind: str) -> None:
     llm.engine.check_integrity()
     assert llm.reset_prefix_cache()
     assert llm.generate(prompt, params(max_tokens=4, cache_salt="b"))[0].num_cached_tokens == 0
-    with pytest.raises(RequestError, match="`cache_salt` is 'b': must be that of the sampling"):
+    with pytest.raises(RequestError, match="`cache_salt` is 'b': must be left out of the prompt"):
         llm.generate({"prompt": prompt, "cache_salt": "b"}, params(cache_salt="a"))
     with pytest.raises(RequestError, match="1 to 1024"):
         llm.generate({"prompt": prompt, "cache_salt": ""}, asked)

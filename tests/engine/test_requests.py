@@ -26,7 +26,6 @@ from tests.support.checkpoints import END, ids_of, save_checkpoint
 @pytest.fixture(scope="module", params=["auto", "torch"])
 def llm(target: Path, request: pytest.FixtureRequest) -> LLM:
     """The target drafting for itself: blocks of five tokens, so that stops fall inside them.
-
     In the native decoder, where there are kernels, and through its Transformers module.
     """
     return build(target, request.param)
@@ -131,7 +130,6 @@ def test_non_finite_logits_end_one_request_alone(
 
 def test_what_a_block_held_before_cannot_poison_its_next_owner(llm: LLM) -> None:
     """Requests of unlike lengths: the shorter are read to the longest one's length, masked.
-
     No prompt is longer than a block: none begins with cached blocks, which are not cleared.
     """
     prompts, params = ["abc", "a", "abcd"], SamplingParams(temperature=0, max_tokens=40)

@@ -56,7 +56,6 @@ LEAVERS = 12
 
 class Card(NamedTuple):
     """A request, and what must come of it.
-
     kind: of `structured.read`, where the answer is bound to `schema`
     leaves: whether its client does, at a random moment
     """

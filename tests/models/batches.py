@@ -14,7 +14,6 @@ from foretoken.ops.steps import ForwardBatch, PackSizes, SlotState, StepTokens
 
 class Span(NamedTuple):
     """One request's new tokens, at positions `start` to `start + len(tokens) - 1`.
-
     block_ids:  the request's blocks from position 0 on; may reach beyond the new tokens
     num_logits: logits are wanted for the last `num_logits` tokens; 0 means none
     """

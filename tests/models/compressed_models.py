@@ -37,7 +37,6 @@ SCALES = {"tensor": torch.bfloat16, "channel": torch.float16, "group": torch.bfl
 
 class Scheme(NamedTuple):
     """How the matrices of a checkpoint are stored.
-
     size:   numbers of a group, of strategy `group`
     format: `pack-quantized` or `int-quantized`
     """

@@ -74,7 +74,6 @@ def kind_of(name: str, mix: Mapping[str, str]) -> str:
 
 class Written:
     """A model in both layouts.
-
     file:    the GGUF file
     folder:  the checkpoint, float32, of the numbers that are in the file
     module:  Transformers' own, with the same numbers

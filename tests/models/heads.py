@@ -168,7 +168,6 @@ class NaiveRows:
 
 class Checked:
     """Compares what a runner's drafter computes with the equations, request by request.
-
     Features are from plain Transformers on the request's own text. With `own_states` they are from
     the hidden states of the engine's target, so that no difference is the target's.
     """
@@ -223,7 +222,6 @@ class Checked:
         self, text: list[int], drafts: list[int], q_KV: Tensor | None, hidden_KC: Sequence[Tensor]
     ) -> None:
         """Compare drafts with the equations. Without a q, drafts must be the likeliest tokens.
-
         Of a round in one native call only the first hidden state is known.
         """
         rows, hidden_C = self.known(text)

@@ -23,7 +23,6 @@ _FILE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path
 
 class Hub:
     """Repositories by id, each a folder; every request is remembered.
-
     refusals: id to (status, X-Error-Code) that every request for it is answered with
     cut: bytes missing at the end of weights as they are sent; asked for the length, it tells all
     delay: seconds before weights are sent

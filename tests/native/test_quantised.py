@@ -118,7 +118,6 @@ def gains(size: int, random: torch.Generator) -> Tensor:
 
 def one_product(weight: Weight, gain_C: Tensor) -> Stack:
     """A stack that computes one product, of rows without rounding errors: signs times `gain_C`.
-
     Vectors of tokens are signs, so that the norm divides by exactly one; the layer adds zeros.
     """
     random, size = torch.Generator().manual_seed(6), len(gain_C)

@@ -172,7 +172,6 @@ print("done")
 
 def test_rows_after_a_rejection_are_not_read() -> None:
     """Whatever the rule of the other request; `synthetic` reads the same rows as `standard`.
-
     Two requests of five rows. The last four of the second are memory that may not be read.
     """
     command, root = [sys.executable, "-c", UNREADABLE], Path(__file__).resolve().parents[2]

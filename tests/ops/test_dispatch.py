@@ -47,7 +47,6 @@ def test_unknown_and_former_names() -> None:
 @pytest.mark.parametrize("name", host_backends())
 def test_an_op_has_one_file_name_in_every_backend(name: str) -> None:
     """`diff` of two folders shows what differs.
-
     Native's kernels are in C++: what calls them fits into one file.
     """
     backend = get_backend(name)

@@ -61,7 +61,6 @@ class Chain:
 
     def taus(self, rule: Rule, path: Path) -> list[tuple[int, float, float]]:
         """(tau, P(tau | path), w), by where the uniforms change the decision.
-
         h_i is found by bisection: x_i is accepted for u_i below it, whatever the other uniforms
         are. `standard` stops at the first failure, `block` takes the last success.
         """

@@ -221,7 +221,6 @@ def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_row_of_a_small_step_depends_only_on_its_context(norm: bool, cut: dict[str, int]) -> None:
     """To the bit: tokens verified together, next to others, are those decoded one at a time.
-
     Two pieces of 64 tokens are outgrown between the tokens of the first request, and two of 128
     between those of the last.
     """

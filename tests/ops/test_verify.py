@@ -231,7 +231,6 @@ def test_bf16_logits_and_untouched_inputs(ops: Backend, rejecting: bool) -> None
 
 def test_the_residual_weight_of_block_scales_p(ops: Backend) -> None:
     """norm(max(w p - q, 0)) at w = 1/2, p = (.6, .3, .1), q = (.1, .1, .8): (.8, .2, 0).
-
     p_1 = w: q is certain of x_1, p gives it 1/2. S_1 = 1/4, so h_1 = 1/3; h_2 = p_2 = 1/16. With
     1/w in its place the residual would be (.688, .313, 0). Logits are shifted: they need no norm.
     """

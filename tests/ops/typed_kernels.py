@@ -53,7 +53,6 @@ class NoDriver:
 
 def stop_at_ir(src: Any, target: Any = None, options: Any = None) -> Any:
     """In place of `triton.compile`: types the kernel, then there is nothing to launch.
-
     Launches that differ in how their arguments are aligned have the same types.
     """
     key = f"{src.fn.__name__} {src.signature} {src.constants}"
@@ -83,7 +82,6 @@ def every_op(
     width: int = 5000,
 ) -> None:
     """All launches of all ops, or of `verify` alone, of 2 requests.
-
     full: with filters and edits. width: of a row; sizes of 1 are compiled in.
     """
     slots, drafts = 4, 3

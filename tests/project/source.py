@@ -36,7 +36,6 @@ def modules() -> dict[str, Module]:
 
 def imports(module: Module, *, type_checking: bool) -> set[str]:
     """Modules of foretoken that `module` imports, at any depth of nesting.
-
     Imports under `if TYPE_CHECKING` run for the type checker only; they count if asked for.
     """
     found: set[str] = set()

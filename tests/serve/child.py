@@ -51,7 +51,6 @@ def child(
     **options: Any,
 ) -> Iterator[Child]:
     """A server that has begun to listen; it is gone afterwards.
-
     breaks: what the fourth step raises: `device` as a GPU that failed, or `thread`, a bug
     expects: steps wait while fewer requests are open
     step_seconds: what every step takes more

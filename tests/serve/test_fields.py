@@ -329,11 +329,7 @@ def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> No
             "speculative.drafter",
             "reads `prediction`",
         ),
-        (
-            {"guided_regex": "a", "guided_choice": ["a"]},
-            "guided_choice",
-            "with `guided_regex`",
-        ),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "with `guided_regex`"),
         ({"suffix": "x"}, "suffix", "left out, or ''. Write the prompt"),
         ({"logprobs": -1}, "logprobs", "whole vocabulary"),
         ({"cache_salt": ""}, "cache_salt", "1 to 1024"),

@@ -27,12 +27,7 @@ from foretoken.serve.fleet.config import (
     ReplicaOptions,
     fleet_model,
 )
-from foretoken.serve.fleet.needs import (
-    Needs,
-    check_cluster,
-    compute_needs,
-    cores_per_replica,
-)
+from foretoken.serve.fleet.needs import Needs, check_cluster, compute_needs, cores_per_replica
 from foretoken.serve.fleet.replica import Replica, check_version, replica_seed
 from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
 from tests.project.source import ROOT

@@ -62,7 +62,6 @@ Pair = tuple[Replica, Replica]
 
 class Local:
     """Replicas in this process.
-
     choose: which of them takes a call
     left: bytes of an answer after which its replica dies
     """

@@ -24,7 +24,6 @@ def beginnings(prompt: str) -> list[str]:
 
 class Naive:
     """The same index: a list of beginnings, the one used last at its end.
-
     Of one prompt the shortest counts as used last: without it the longer ones could not be found.
     """
 

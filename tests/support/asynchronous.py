@@ -64,7 +64,6 @@ async def entered(engine: AsyncEngine, count: int) -> None:
 
 async def first(engine: AsyncEngine, gate: Gate, stream: Any) -> Any:
     """What a stream yields first; two steps are let through for it, and not before it is open.
-
     The first of them may have begun without it. No other request may open or end meanwhile.
     """
     num_open = engine.status.num_open
@@ -76,7 +75,6 @@ async def first(engine: AsyncEngine, gate: Gate, stream: Any) -> Any:
 
 class Gate:
     """Lets the engine make a step only when it is told to.
-
     asked: steps that the engine has come to make; the last one may wait here
     count: those that were let through
     """

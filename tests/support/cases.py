@@ -86,7 +86,6 @@ def make_edits(
     vocabulary: int = 0,
 ) -> Edits:
     """Edits from plain numbers.
-
     entries: (row, token) -> (bias, repetition, subtract)
     masks: the tokens that each mask keeps, of `vocabulary`
     mask_of: the mask of each row, -1 for none; None: no masks at all

@@ -29,7 +29,6 @@ def kind_of(argument: object) -> str:
 
 def elsewhere(value: T, apart: bool) -> T:
     """Copies of every tensor in it, one element after an aligned address, NaN or 1 around them.
-
     apart: whether elements, or rows of two dimensions, are not adjacent; a cache's always are.
     """
     if isinstance(value, Tensor):
@@ -95,7 +94,6 @@ def compare_layouts(
     device: torch.device = CPU,
 ) -> Tally:
     """Raise AssertionError unless the cases, taken in turns, are decided as by the oracle.
-
     layouts: which kinds of arguments are elsewhere, and whether they are apart.
     """
     tally, expected = Tally(), [expect(case) for case in cases]

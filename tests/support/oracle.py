@@ -55,7 +55,6 @@ class Tally(NamedTuple):
 @dataclass(frozen=True)
 class Case:
     """One batch. Requests use the slots `slot_B`, in any order, of more slots than there are.
-
     hidden_BK: drafts that become placeholders
     """
 
@@ -109,7 +108,6 @@ def random_case(
     fixed: Mapping[str, float] | None = None,
 ) -> Case:
     """Ragged K from 0, placeholders, one-hot and real q, every rule; drafts often accepted.
-
     junk: some rows of target and draft hold NaN or an infinity, or nothing but -inf
     fixed: parameters that all slots share, of `CHOICES`
     """
@@ -197,7 +195,6 @@ def perturbed(x: Tensor, trial: int) -> Tensor:
 @dataclass(frozen=True)
 class Outcome:
     """What a backend makes of a case, on the CPU.
-
     decisions: by name, whole numbers whose leading dimension is the decision: they must be equal
     values: by name, numbers that must be close
     token_BK, token_N: the drafts, and one token drawn from every row
@@ -213,7 +210,6 @@ def outcome(
     backend: Backend, case: Case, given: Outcome | None = None, device: torch.device = CPU
 ) -> Outcome:
     """Run every op of sampling and verification.
-
     given: whose drafts are verified, and whose tokens are looked up; None: this backend's own.
     """
     on = moved(case, device)

@@ -27,7 +27,6 @@ MOST = 4  # requests of a piece
 
 def compare_pieces(case: Case, backend: Backend, device: torch.device = CPU) -> Tally:
     """Raise AssertionError unless pieces of up to `MOST` requests get the verdicts of the batch.
-
     Requests under the block rule are in pieces of their own, as it closes the short way to others.
     The pieces' drafts are taken for ones made elsewhere: their q comes from `draft_cache`.
     """

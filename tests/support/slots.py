@@ -21,7 +21,6 @@ CPU = torch.device("cpu")
 
 class GivenSlots(SlotTable):
     """A table with these parameters; every slot is in use, and may have any number of tokens.
-
     on_host: False: what a drafter on a GPU is given, on a CPU
     """
 
@@ -77,7 +76,6 @@ def observe(
     aux: tuple[Tensor, ...] = (),
 ) -> None:
     """Show a decode step in which so many drafts of each request were accepted, then token 0.
-
     batch, aux: the `ForwardBatch` of what the target computed, and its hidden states
     """
     nums, size = drafts.num_B.tolist(), len(slots)

@@ -26,7 +26,6 @@ def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> None:
 
 class OneLate:
     """The steps of an engine, each committed after the next one was launched.
-
     meanwhile: called between the two, while two steps wait for their commit
     """
 

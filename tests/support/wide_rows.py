@@ -58,7 +58,6 @@ def wide_rows(width: int) -> Tensor:
 
 def compare_wide(turn: int, backend: Backend, width: int, device: torch.device) -> tuple[int, int]:
     """(what is kept and the token of each row, near-ties among them); AssertionError where wrong.
-
     turn: which law falls to which row.
     """
     logits_NV = wide_rows(width)

@@ -1,12 +1,12 @@
 """Compiled kernels: called with little of the host's time, and compiled ahead in parallel.
 
 Triton binds a kernel's arguments at each launch: 33 to 70 us of the host's time for records of
-tensors. Here a key of the arguments finds the compiled kernel, which is called as Triton's own
-launcher would call it (3.6 and 3.7), but without hooks.
+tensors. Here the compiled kernel is looked up by a signature of the arguments, and called as the
+launcher of Triton 3.6 and 3.7 would call it, but without hooks.
 
 Compiling takes 0.2 to 0.5 s of Python a kernel, most of it under the interpreter's lock: two
 threads saved 8 %, so processes compile. They are forked, fill Triton's cache on disk and end; they
-never touch the GPU. A kernel that is in that cache already needs no process.
+never touch the GPU. Kernels that the cache already holds need no process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from foretoken.ops.types import AttentionBatch
 
 _log = logging.getLogger(__name__)
 
-_DEADLINE = 120.0  # seconds for all processes together; the rest is compiled when launched
+_DEADLINE = 120.0  # seconds for all processes together; this process then compiles the rest
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -44,19 +44,19 @@ Out = TypeVar("Out")
 _Packer = Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]
 _Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
-# By kernel, device and keyword arguments: a packer for each nesting of the arguments.
+# Packers by (kernel, device, keyword arguments), or () for `Shared`; one per nesting of arguments.
 _packers: dict[tuple[Any, ...], list[_Packer]] = {}
-# Compiled kernels, by a packer and the kinds of arguments that it returns.
+# Compiled kernels, by a packer and the signature of the arguments that it returns.
 _kernels: dict[tuple[_Packer, tuple[Any, ...]], tuple[Any, ...]] = {}
-# One object for equal kinds of a shared argument, so that launches need not hash the kinds.
-_kinds: dict[tuple[_Packer, tuple[Any, ...]], object] = {}
+# One object for equal signatures of shared arguments, so that launches need not hash these.
+_signatures: dict[tuple[_Packer, tuple[Any, ...]], object] = {}
 
 _compiling = threading.Lock()  # Triton has one cache manager for all threads
 
 
 class _Thread(threading.local):
-    recorded: dict[Any, _Launch] | None = None
-    """In `compile_ahead`, one launch of each kernel that is not compiled yet; else None."""
+    launches: dict[Any, _Launch] | None = None
+    """In `record_launches`, one launch of each kernel that is not compiled yet; else None."""
 
 
 _thread = _Thread()
@@ -67,8 +67,8 @@ class Shared:
 
     def __init__(self, value: tuple[Any, ...]) -> None:
         self.value = value
-        pack, self.packed, kinds = _pack(_packers.setdefault((), []), value, None)
-        self.kind = _kinds.setdefault((pack, kinds), object())
+        pack, self.packed, signature = _pack(_packers.setdefault((), []), value, None)
+        self.signature = _signatures.setdefault((pack, signature), object())
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -76,31 +76,32 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Args:
         args: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
-            them; then any constants. No bools; integers must be integers in all launches.
+            them; then any constants. No bools. An integer must be an integer in all launches.
         options: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted
-        if _thread.recorded is None:
+        if _thread.launches is None:
             kernel[grid](*_plain(args), **options)
         return
     device = driver.active.get_current_device()
     key = (id(kernel), device, *options.items())
-    pack, packed, kinds = _pack(_packers.setdefault(key, []), args, kernel)
-    compiled, recorded = _kernels.get((pack, kinds)), _thread.recorded
-    if recorded is not None:
-        if compiled is None:
-            recorded[pack, kinds] = kernel, grid, _plain(args), options
-    elif compiled is not None:
-        run, function, metadata, constants = compiled
+    pack, packed, signature = _pack(_packers.setdefault(key, []), args, kernel)
+    known, launches = _kernels.get((pack, signature)), _thread.launches
+    if launches is not None:
+        if known is None:
+            launches[pack, signature] = kernel, grid, _plain(args), options
+    elif known is not None:
+        run, function, metadata, constants = known
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
         run(x, y, z, stream, function, metadata, None, None, None, *packed, *constants)
     else:
-        new = kernel[grid](*_plain(args), **options)
+        compiled = kernel[grid](*_plain(args), **options)
         # Not kept on AMD, where kernels also depend on the size of each tensor.
-        if new is not None and not torch.version.hip:
+        if compiled is not None and not torch.version.hip:
             constants = [options.get(name) for name in kernel.arg_names[len(args) :]]
-            _kernels[pack, kinds] = new.run, new.function, new.packed_metadata, constants
+            known = compiled.run, compiled.function, compiled.packed_metadata, constants
+            _kernels[pack, signature] = known
 
 
 def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -110,7 +111,7 @@ def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _pack(
     packers: list[_Packer], args: tuple[Any, ...], kernel: Any
 ) -> tuple[_Packer, tuple[Any, ...], tuple[Any, ...]]:
-    """(a packer for arguments nested so, made if there is none; packed arguments; their kinds)."""
+    """(the packer for arguments nested like these, packed arguments, their signature)."""
     for pack in packers:
         try:
             return pack, *pack(args)
@@ -122,47 +123,49 @@ def _pack(
 
 
 def _packer(args: tuple[Any, ...], kernel: Any) -> _Packer:
-    """A function that packs arguments nested as these are, and raises an error for any others.
+    """A function that packs arguments nested like these, and raises an error for other nestings.
 
-    It returns the arguments with tensors replaced by their addresses, and the kinds that a kernel
-    is compiled for: constants, dtypes, and which integers are 1, multiples of 16 or beyond 32 bits
-    (only the last for `do_not_specialize`). If some address is not a multiple of 16, the kinds also
-    say which. The function is generated: a loop over 40 arguments takes 3 times as long.
+    It returns the arguments with tensors replaced by their addresses, and the signature that a
+    kernel is compiled for: constants, dtypes, which integers are 1, multiples of 16 or too big for
+    int32 (only the last with `do_not_specialize`), and which addresses are not multiples of 16, if
+    any. The function is generated: a loop over 40 arguments takes 3 times as long.
     """
     params = [] if kernel is None else kernel.params
     num_runtime = next((p.num for p in params if p.is_constexpr), len(args))
-    names: dict[type, list[str]] = {kind: [] for kind in (Tensor, Shared, int, NoneType, object)}
+    classes = Tensor, Shared, int, NoneType, object
+    names: dict[type, list[str]] = {cls: [] for cls in classes}
     tensors, shared, integers, nones, objects = names.values()
-    sizes = list[str]()  # integers that no kernel is compiled for
+    unspecialized = list[str]()  # integers under `do_not_specialize`
 
     def name_fields(value: Any) -> str:
         if isinstance(value, tuple):
             return f"({''.join(f'{name_fields(field)}, ' for field in value)})"
-        kind = next(kind for kind in names if isinstance(value, kind))
-        names[kind].append(f"{kind.__name__}{len(names[kind])}")
-        return names[kind][-1]
+        cls = next(cls for cls in classes if isinstance(value, cls))
+        names[cls].append(f"{cls.__name__}{len(names[cls])}")
+        return names[cls][-1]
 
     constants = [f"constant{i}" for i in range(len(args) - num_runtime)]
     runtime = [*map(name_fields, args[:num_runtime])]
     for param, name in zip(params, runtime, strict=False):
         if param.do_not_specialize and name in integers:
             integers.remove(name)
-            sizes.append(name)
+            unspecialized.append(name)
     arguments = "".join(f"{name}, " for name in (*runtime, *constants))
-    kinds = constants + [f"{name}.kind" for name in shared] + [f"{name}.dtype" for name in tensors]
-    kinds += [f"{name} == 1, not {name} % 16, {name} >> 31" for name in integers]
-    kinds += [f"{name} >> 31" for name in sizes]
-    kinds += [f"{name}.__class__" for name in objects]
-    lines = [f"({arguments}) = args", f"kinds = ({''.join(f'{kind}, ' for kind in kinds)})"]
+    signature = constants + [f"{name}.signature" for name in shared]
+    signature += [f"{name}.dtype" for name in tensors]
+    signature += [f"{name} == 1, not {name} % 16, {name} >> 31" for name in integers]
+    signature += [f"{name} >> 31" for name in unspecialized]
+    signature += [f"{name}.__class__" for name in objects]
+    lines = [f"({arguments}) = args", f"signature = ({''.join(f'{part}, ' for part in signature)})"]
     if nones:
         lines.append(f"if not ({' is '.join(nones)} is None): raise TypeError(args)")
     lines += [f"{name} = {name}.data_ptr()" for name in tensors]
     lines += [f"{name} = {name}.packed" for name in shared]
     if tensors:
         aligned = ", ".join(f"not {name} % 16" for name in tensors)
-        lines.append(f"if ({' | '.join(tensors)}) % 16: kinds += ({aligned},)")
+        lines.append(f"if ({' | '.join(tensors)}) % 16: signature += ({aligned},)")
     scope: dict[str, Any] = {}
-    body = "\n    ".join([*lines, f"return ({arguments}), kinds"])
+    body = "\n    ".join([*lines, f"return ({arguments}), signature"])
     exec(f"def pack(args):\n    {body}", scope)
     pack: _Packer = scope["pack"]
     return pack
@@ -177,7 +180,7 @@ def compile_ahead(run: Callable[[], object], processes: int | None = None) -> No
     interpreter nothing is compiled.
 
     Args:
-        processes: None: one per CPU that this process is allowed to use, up to 16.
+        processes: upper bound, at most 16. None: one per CPU that this process is allowed to use.
     """
     jobs = record_launches(run)
     if jobs:
@@ -186,13 +189,13 @@ def compile_ahead(run: Callable[[], object], processes: int | None = None) -> No
 
 
 def record_launches(run: Callable[[], object]) -> list[_Launch]:
-    """Call `run` without launching its kernels; a launch of each that is not compiled yet."""
-    _thread.recorded = {}
+    """Call `run` without launching its kernels; return a launch of each that is not compiled."""
+    _thread.launches = {}
     try:
         run()
-        return list(_thread.recorded.values())
+        return list(_thread.launches.values())
     finally:
-        _thread.recorded = None
+        _thread.launches = None
 
 
 def _compile_all(jobs: list[_Launch], processes: int | None) -> None:
@@ -200,11 +203,11 @@ def _compile_all(jobs: list[_Launch], processes: int | None) -> None:
     count = min(processes or len(os.sched_getaffinity(0)), 16, len(missing))
     if count > 1 and not multiprocessing.current_process().daemon:  # daemons cannot have children
         _compile_in_processes(missing, count)
-    # Kernels that a process could not compile are compiled here, and raise their errors.
+    # Kernels that no process has compiled are compiled here, where their errors are raised.
     compiled = [_warm_up(job) for job in jobs]
     device = driver.active.get_current_device()
     with ThreadPoolExecutor(16, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        list(pool.map(lambda kernel: kernel.run, compiled))  # loads it; Triton 3.6 compiles C here
+        list(pool.map(lambda kernel: kernel.run, compiled))  # loads it (3.6 compiles C launchers)
 
 
 def _warm_up(job: _Launch) -> Any:
@@ -217,7 +220,7 @@ class _NotOnDisk(Exception):
 
 
 def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
-    """The jobs that Triton's cache on disk lacks; loads the kernels of all others from it."""
+    """The jobs that Triton's cache on disk lacks; loads the kernels of all other jobs."""
     thread, missing = threading.get_ident(), []
 
     class Cache(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
@@ -238,12 +241,12 @@ def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
 
 
 def zero_if_recording(op: Callable[P, Out]) -> Callable[P, Out]:
-    """The op, which in `compile_ahead` sets its results to 0. These must be new tensors."""
+    """The op, which under `record_launches` sets its results to 0. These must be new tensors."""
 
     @wraps(op)
     def zeroing_op(*args: P.args, **named: P.kwargs) -> Out:
         result = op(*args, **named)
-        if _thread.recorded is not None:
+        if _thread.launches is not None:
             _zero(result)
         return result
 

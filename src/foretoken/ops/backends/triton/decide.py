@@ -4,7 +4,7 @@ A program per request loads its drafts and their q while the scan is still runni
 scan's masses, and applies the request's rule. Then it writes the request's *agenda* for
 `verify.py`: what is pending until the next token is known, and on which rows. This kernel itself
 draws if drafts are compared with draws (T=0, COUPLED), and for all requests if no residual pass
-follows. Loads after the wait form one chain of latencies, so whatever can be is loaded before it.
+follows. Loads after the wait form a chain of latencies, so most data are loaded before the wait.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DONE, DRAW, ONE_ROW, ALL_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2
 HEADER, INTEGERS, FLOATS = tl.constexpr(3), tl.constexpr(5), tl.constexpr(9)
 
 Request = namedtuple("Request", "first num position settings")
-"""A request's first row, number of drafts, position of the token that this row decides, slot."""
+"""A request's first row, number of drafts, position of its first new token, `Settings`."""
 
 RequestAgenda = namedtuple("RequestAgenda", "pending arrived arrived_first integers floats")
 """Pointers to one request's part of an `Agenda`, which has K lines.
@@ -51,7 +51,7 @@ integers, floats: of line 0
 Line = namedtuple("Line", "row position p source log_p log_q log_next")
 """A line of an agenda, or a vector of lines: one row of the request.
 
-row:       -1 if no residual of it is to be summed
+row:       -1 if the row's residual is not to be summed
 position:  of the token that the row decides
 log_p, log_q, log_next: for BLOCK: log2 p(x_i), log2 q(x_i), the next row's log2 w
 """
@@ -70,7 +70,7 @@ def read_request(batch: Batch, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_masses(batch: Batch, row, mask, NBP: tl.constexpr):
-    """Block masses of rows [KP], as [KP, NBP]; -inf where not `mask`, and after the last block."""
+    """Block masses of rows [KP], as [KP, NBP]; -inf where not `mask`, and past a row's end."""
     NB, j = batch.rows.NB, tl.arange(0, NBP)
     mass_p = batch.scratch.mass_NJ + row[:, None] * NB + j[None, :]
     mask = mask[:, None] & (j < NB)[None, :]
@@ -133,7 +133,7 @@ def store_accepted(outcome: Verdict, drafts: Drafts, b, k, finite, KP: tl.conste
 
 @triton.jit
 def store_token(outcome: Verdict, drafts: Drafts, b, k, token, finite):
-    """Store the token after k accepted drafts; -1 if a row that decided is not finite."""
+    """Store the token after k accepted drafts; -1 unless all rows 0..k are `finite`."""
     tl.store(outcome.token_BK1 + b * (drafts.K + 1) + k, tl.where(finite, token, -1))
 
 
@@ -219,9 +219,9 @@ def decide_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agenda
                               REQUEST_CHUNK, KP, NBP, FP64, OVERLAP)  # fmt: skip
     request, p, accepted = decision.request, decision.p, decision.accepted
     drawn_token = tl.full((), -1, tl.int64)
-    draws = True
+    draws_here = True
     if RESIDUALS:
-        draws = decision.draws_decide
+        draws_here = decision.draws_decide
         agenda_b = agenda_of(agenda, b, drafts.K)
         if (decision.pending == DRAW) | (decision.pending == ONE_ROW):
             row = request.first + i
@@ -231,7 +231,7 @@ def decide_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agenda
         tl.store(agenda_b.pending, decision.pending)
         tl.store(agenda_b.arrived, 0)
         tl.store(agenda_b.arrived_first, 0)
-    if draws:
+    if draws_here:
         accepted, drawn_token = draw_next_token(batch, decision, NBP, FP64)
     finite = all_finite(p.lse, accepted)
     store_accepted(outcome, drafts, b, accepted, finite, KP)
@@ -272,7 +272,7 @@ def decide_request(batch: Batch, drafts: Drafts, agenda: Agenda | None, b, RAGGE
     if RESIDUALS:
         if (pending == DONE) & all_finite(p.lse, accepted) & (not draws_decide):
             is_compact = tl.sum(((i == accepted) & compact).to(tl.int32), axis=0) > 0
-            # A dense row's residual is summed first; `draw` itself sums that of a short list.
+            # The residual pass sums a dense row's residual, `draw` itself that of a short list.
             needs_sum = (mode == RESIDUAL) | ((mode == WITHOUT_TOKEN) & settings.flat)
             pending = tl.where(needs_sum & (not is_compact), ONE_ROW, DRAW)
     return Decision(request, drafted, p, accepted, pending, mode, draws_decide)
@@ -315,7 +315,7 @@ def _load_softmax(batch: Batch, request: Request, i, KP: tl.constexpr, NBP: tl.c
     scratch, row, live = batch.scratch, request.first + i, i <= request.num
     block_mass = load_masses(batch, row, live, NBP)
     # The gather gives each lane one row. In the layout of the sum each thread would hold all rows
-    # of `lse` and of all operands combined with it, back to the noise: 1 700 instructions, not 340.
+    # of `lse` and of every operand of the rule, even of the noise: 1 700 instructions, not 340.
     lse = tl.gather(log2_sum_rows(block_mass), i, 0)
     threshold = tl.full((KP,), float("-inf"), tl.float32)
     compact = false_like(i)
@@ -360,9 +360,9 @@ def _apply_rule(batch: Batch, drafts: Drafts, agenda: Agenda | None, request: Re
 def _all_lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, log_p, log_next,
                compact, i):  # fmt: skip
     """The lines of a request under BLOCK: the rule needs the residual mass of every row.
-    The residual pass sums the masses of dense rows with a real q, those of short lists are summed
-    when the rule is applied, and with a one-hot q the mass follows from p(x_i). Under flat noise
-    the pass reads every dense row, since a draw needs its best scores."""
+    The residual pass sums the masses of dense rows with a real q. `_block_rule` sums those of short
+    lists; with a one-hot q a mass follows from p(x_i). Under flat noise the pass reads every dense
+    row, since a draw needs the row's best scores."""
     log_w = shifted(log_next, -1)  # 0 for row 0: nothing precedes it
     needs_pass = (i < request.num) & (drafted.log_q > float("-inf")) & (log_w > float("-inf"))
     needs_pass = needs_pass & (request.settings.flat | drafted.real_q) & (compact == 0)
@@ -383,7 +383,7 @@ def _lines(batch: Batch, request: Request, drafted: Drafted, p: Softmax, i, row,
 
 @triton.jit
 def _replacement_mode(log_q, real_q):
-    """The mode in which the token in place of a rejected draft is drawn; FROM_P without a draft."""
+    """The mode in which a draft's replacement is drawn; FROM_P if q lacks the draft."""
     residual = tl.where(real_q, RESIDUAL, WITHOUT_TOKEN)
     return tl.where(log_q == float("-inf"), FROM_P, residual)
 

@@ -24,8 +24,8 @@ from foretoken.ops.backends.triton.rows import (  # isort: skip
 )  # fmt: skip
 from foretoken.ops.backends.triton.rules import COUPLED
 
-# Modes: the weights that a token is drawn with: p; p without the rejected draft (the residual of a
-# one-hot q); max(w p - q, 0) (the residual of a real q).
+# Modes: a token is drawn by p; by p without the rejected draft (the residual of a one-hot q); by
+# max(w p - q, 0) (the residual of a real q).
 FROM_P, WITHOUT_TOKEN, RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
@@ -93,8 +93,8 @@ def _compare_with_q(x, off, p: Softmax, source: Source, q: Q):
 @triton.jit
 def log2_weights(x, off, p: Softmax, source: Source, q: Q | None):
     """log2 weights of ids `off` with edited logits x; normalised only in mode RESIDUAL.
-    There log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p). Leviathan et al. 2023,
-    appendix A.1, with the weight w of Sun et al. 2024."""
+    In that mode log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2(w p). Leviathan et
+    al. 2023, appendix A.1, with the weight w of Sun et al. 2024."""
     weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
     if source.mode == WITHOUT_TOKEN:
         weight = tl.where(off == source.token, float("-inf"), weight)
@@ -107,7 +107,7 @@ def log2_weights(x, off, p: Softmax, source: Source, q: Q | None):
 
 @triton.jit
 def block_masses(x, off, p: Softmax, source: Source, q: Q | None, PER: tl.constexpr):
-    """log2 of the sums of weights [PER] of adjacent blocks. RESIDUAL saves an exp2 per id."""
+    """log2 of the sums of weights [PER] of adjacent blocks; in mode RESIDUAL without their log2."""
     mass = tl.full((PER,), 0.0, tl.float32)
     if q is not None:
         if source.mode == RESIDUAL:
@@ -226,7 +226,7 @@ def draw_verified(batch: Batch, row, settings: Settings, source: Source, positio
 @triton.jit
 def _measure_p_again(batch: Batch, row, settings: Settings, p: Softmax, address: Address,
                      FP64: tl.constexpr):  # fmt: skip
-    """Replace the residual's masses, which are all 0 (p = q, rounded), and best scores by p's."""
+    """Write p's masses and best scores over those of a residual without mass (p = q, rounded)."""
     rows, scratch = batch.rows, batch.scratch
     for first in range(0, rows.V, BLOCK):
         x = load_span(rows, row, first, BLOCK, "evict_last")

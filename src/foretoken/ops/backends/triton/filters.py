@@ -1,4 +1,4 @@
-"""Exact min-p, top-k and top-p: a threshold per row, found by maxima of groups from few logits.
+"""Exact min-p, top-k and top-p: a threshold per row, found from few logits by maxima of groups.
 
 If the maxima of k blocks (or groups) reach t, these hold k logits >= t: the k-th largest maximum is
 a lower bound of the k-th largest logit. So only groups with a maximum that reaches the bound are
@@ -26,7 +26,7 @@ from foretoken.ops.backends.triton.sweep import queue_row, search_for
 DENSE = tl.constexpr(-1)
 UNDECIDED = tl.constexpr(-2)
 _KEY_OF_MINUS_INF = tl.constexpr(0x007FFFFF)
-_LEAST = tl.constexpr(64)  # without top-k, the list for a nucleus has at least so many logits
+_LEAST = tl.constexpr(64)  # without top-k, so many logits (or NB) reach the list's bound
 _BLOCK_CHUNK = tl.constexpr(32)  # the groups of so many blocks are examined together
 _GROUP_CHUNK = tl.constexpr(16)  # the logits of so many groups are loaded together
 _MAXIMUM_CHUNK = tl.constexpr(512)  # so many maxima of groups are counted together
@@ -87,8 +87,8 @@ def filter_kernel(batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl
     if not decided:
         tl.store(scratch.lse_N + row, top)
         tl.store(filtered.count_N + row, UNDECIDED)
-        # With only min-p the threshold is known, not the masses; `wide.py` computes those of rows
-        # with flat noise.
+        # With only min-p the threshold is known, not the masses; `wide.py` computes the masses
+        # of rows with flat noise.
         if settings.counted | (settings.top_p < 1) | (not settings.flat):
             tl.debug_barrier()  # the search's notes replace the row's list
             goal = tl.where(settings.counted, settings.top_k.to(tl.float32), settings.top_p)
@@ -100,8 +100,8 @@ def filter_kernel(batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl
 def largest_key(key, weight, need, COUNTS: tl.constexpr):
     """The largest t such that the integer weight of keys >= t reaches `need`.
 
-    If all keys together do not reach it, because min-p's floor leaves fewer than k logits, the
-    result is the key of -inf. A key of 0 has no weight. COUNTS: every other key weighs 1. The
+    If all keys together do not reach `need`, because min-p's floor leaves fewer than k logits, the
+    result is the key of -inf. A key of 0 has no weight. COUNTS: each key above 0 weighs 1. The
     bracket of t is halved until it has a single key: 5 to 9 times for most rows of 151 936 logits.
     """
     valid = key > 0
@@ -127,7 +127,7 @@ def largest_key(key, weight, need, COUNTS: tl.constexpr):
 
 @triton.jit
 def _largest_group_key(group_top, NG, need):
-    """`largest_key` of a row's group maxima, with weights of 1; reads them again for every bit."""
+    """`largest_key` of a row's group maxima, with weights of 1; reads all maxima for every bit."""
     low, high = tl.full((), _KEY_OF_MINUS_INF, tl.uint32), tl.full((), 0xFF800001, tl.uint32)
     while high - low > 1:
         middle = low + ((high - low) >> 1)
@@ -145,7 +145,7 @@ def _largest_group_key(group_top, NG, need):
 
 @triton.jit
 def _bound(top_J, group_top, settings: Settings, rows: RawRows):
-    """A value that at least k logits reach (_LEAST without top-k); -inf if a list is too small."""
+    """A value that at least top_k (or _LEAST) logits reach; -inf if CAPACITY or NG is less."""
     need = tl.where(settings.counted, settings.top_k, tl.minimum(_LEAST, rows.NB)).to(tl.int32)
     key = tl.full((), _KEY_OF_MINUS_INF, tl.uint32)
     if need <= CAPACITY:
@@ -159,7 +159,7 @@ def _bound(top_J, group_top, settings: Settings, rows: RawRows):
 @triton.jit
 def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
     """Write the numbers of groups with maxima >= bound to `group_top`, rising; returns how many.
-    They overwrite the maxima, each after it is read: a group's rank is at most its number. A result
+    They overwrite maxima that are already read: a group's rank is at most its number. A result
     above CAPACITY, of groups or only of blocks, means that no short list can hold all logits that
     reach the bound. `blocks`: memory for CAPACITY numbers."""
     chosen = (top_J >= bound) & (top_J > float("-inf"))
@@ -172,7 +172,7 @@ def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
         picked = zero_like(chosen_blocks)
         for first in range(0, chosen_blocks, _BLOCK_CHUNK):
             r = first + tl.arange(0, _BLOCK_CHUNK)
-            # padded by the block after the last one
+            # padding: a block after the last one
             block = tl.load(blocks + r, mask=r < chosen_blocks, other=NBP)
             g = block[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
             g = tl.reshape(g, (_BLOCK_CHUNK * GROUPS,))
@@ -188,7 +188,7 @@ def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
 
 @triton.jit
 def _load_groups(rows: RawRows, row, groups, first, picked):
-    """(ids, logits) of _GROUP_CHUNK of the picked groups, -inf after the last."""
+    """(ids, logits) of _GROUP_CHUNK picked groups; -inf after the last group."""
     size: tl.constexpr = _GROUP_CHUNK * GROUP
     g = first + tl.arange(0, _GROUP_CHUNK)
     group = tl.load(groups + g, mask=g < picked, other=0).to(tl.int32)
@@ -243,6 +243,6 @@ def _threshold(x, valid, settings: Settings, top, floor, total):
 
 @triton.jit
 def min_p_floor(settings: Settings, top):
-    """The raw logit at which p = min_p p_max, -inf without min-p."""
+    """The logit (not scaled) at which p = min_p p_max; -inf without min-p."""
     floor = top + tl.log2(settings.min_p) / settings.scale
     return tl.where(settings.min_p > 0, floor, float("-inf"))

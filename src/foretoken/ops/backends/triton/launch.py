@@ -28,7 +28,7 @@ BLOCKS_PER_LOAD = 4  # upper bound; `begin_NJ` has so many spare columns
 class Call:
     """One call of an op: the arguments of its kernels, and constants that these are compiled for.
 
-    width, blocks_padded: bounds of the rows of a request, and (a power of 2) of the blocks of a row
+    width, blocks_padded: upper bound of a request's rows; a row's blocks, padded to a power of 2
     flat: whether slots without top-k can draw by flat noise
     stream, drafts: the stream of token noise; whether that is DRAFT_TOKEN
     """
@@ -51,8 +51,8 @@ class Call:
             flat, filtering = Rule.COUPLED in params.rules, params.has_filters
         q = None
         if cache is not None:
-            _, drafts, vocabulary = cache.logits_SKV.shape
-            q = records.Q(cache.logits_SKV, cache.threshold_SK, cache.lse_SK, drafts, vocabulary)
+            _, K, V = cache.logits_SKV.shape
+            q = records.Q(cache.logits_SKV, cache.threshold_SK, cache.lse_SK, K, V)
         self.batch = Batch(rows, requests, slots, q, scratch_of(rows, flat, filtering))
         self._shared, self._overlap = Shared(self.batch), overlaps(logits_NV.device)
         self.width, self.blocks_padded = width, max(4, 1 << (rows.NB - 1).bit_length())
@@ -69,7 +69,7 @@ class Call:
 
 
 def check_device(tensor: Tensor, name: str = "logits") -> None:
-    """Raise `ConfigError` unless Triton can run on this tensor: on a GPU, or interpreted."""
+    """Raise `ConfigError` unless the tensor is on the current GPU, or Triton is interpreted."""
     if tensor.is_cuda:
         if tensor.device.index == torch.cuda.current_device():
             return
@@ -130,7 +130,7 @@ def requests_of(*tensors: Tensor) -> Requests:
 
 def scratch_of(rows: RawRows, flat: bool, filtering: bool) -> Scratch:
     """Memory for the kernels of an op. flat: as in `Call`; filtering: whether a slot has filters.
-    A captured graph keeps these blocks of PyTorch's allocator, so its replays allocate nothing."""
+    A captured graph keeps this memory, so its replays allocate nothing."""
     num_rows, device = len(rows.logits_NV), rows.logits_NV.device
     f32, i32 = torch.float32, torch.int32
     mass = torch.empty(num_rows * rows.NB, dtype=f32, device=device)

@@ -1,4 +1,4 @@
-"""Noise by name on the device: Philox4x32-10, uniforms and Gumbel noise in base 2.
+"""Noise by `Address` on the device: Philox4x32-10, uniforms and Gumbel noise in base 2.
 
 An `Address` names a stream of noise. Draw i of a stream is word i mod 4 of group i div 4; in FP64
 it is word pair i mod 2 of group i div 2. Noise is scaled by log2 e, since logits are in units of
@@ -23,7 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 _ONE_INSTRUCTION = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
 _LANE = tl.constexpr(65536)  # more than a block has lanes
-# Of `sure_argmax`, which treats all noise below _LOWEST as equal:
+# Bounds for `sure_argmax`, which treats all noise below _LOWEST as equal.
 _LOWEST = tl.constexpr(-2.79)
 _SLACK = tl.constexpr(1.2207e-4)  # 2 * 2^-14
 _ROUNDING = tl.constexpr(2.384185791015625e-7)  # 2^-22
@@ -150,7 +150,7 @@ def _ordered(score):
 
 @triton.jit
 def near_gumbel64(high, low):
-    """`gumbel64` of word pairs, computed in FP32 to within 2^-14; values below -2.79 are raised."""
+    """`gumbel64` of word pairs, computed in FP32 to within 2^-14, and at least -2.79."""
     u = high.to(tl.float32) * 2.3283064365386963e-10
     u += ((low >> 11).to(tl.float32) + 0.5) * 1.1102230246251565e-16
     return tl.maximum(gumbel(u), _LOWEST)

@@ -1,12 +1,12 @@
-"""Processed logits, for tools and tests, and log-probabilities of given and likeliest tokens.
+"""Processed logits, for tools and tests, and log-probabilities of given and of likeliest tokens.
 
 Log-probabilities take two launches and no copy of the logits. The first measures every block of
-1024, in programs of one warp as the scan does. The second has a program per row. Let groups of 64
+1024, in programs of one warp like the scan's. The second has a program per row. Let groups of 64
 be ordered by falling maxima, and equal ones by rising number. Then the k likeliest tokens lie in
 the first k groups: each of these has a token that comes before all tokens of a later group.
 
 Rows with filters are read twice: sampling's kernels find their thresholds first. Scratch takes
-1.76 % of raw logits at fp32 size (V = 151 936); with filters and edits as much as in sampling.
+1.76 % of the size of float32 logits (V = 151 936); with filters or edits as much as in sampling.
 
 Shapes: T likeliest tokens; all other letters as in `records.py`.
 """
@@ -179,8 +179,8 @@ def likeliest_kernel(batch: Batch, token_N, measured: Measured, result: Logprobs
 
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """Log-probabilities of raw logits, or of processed `Rows`; see `Backend.logprobs`.
-    Two launches, and those that find thresholds if `params.has_filters`."""
-    # Raw logits have no slots: `token_N` stands for `slot_N`, which no kernel reads then.
+    Two launches; more for thresholds of filters and for edits with entries."""
+    # Raw logits have no slots: `token_N` takes the place of `slot_N`, which no kernel reads.
     fields = rows if isinstance(rows, Rows) else (rows, None, token_N, None)
     logits_NV, params, slot_N, edits = fields
     num_rows, device = len(logits_NV), logits_NV.device

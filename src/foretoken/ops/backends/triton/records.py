@@ -16,7 +16,7 @@ How to read the kernels:
 - Indices: b a request, i a draft or row of it, j a block, g a group, c an entry of a list.
 
 In all files here names end in the shape of their tensor: N rows, V vocabulary, NB blocks (1024 ids)
-and NG groups (64 ids) of a row, J the blocks of a row as columns, C entries of a short list, B
+and NG groups (64 ids) of a row, J columns of which each is a block, C entries of a short list, B
 requests, K (upper bound of) drafts of a request, S slots, R masks, W words of a mask, M entries of
 edits.
 """
@@ -41,7 +41,7 @@ class Entries(NamedTuple):
 
     value_M:  the edited logit of the entry's token
     begin_NJ: the index in `token_M` of the first entry of each block of each row
-    columns:  J
+    columns:  how many columns a row of `begin_NJ` has: NB and some spare ones
     """
 
     token_M: Tensor
@@ -89,8 +89,8 @@ class Slots(NamedTuple):
 class Filtered(NamedTuple):
     """The result of top-k, top-p and min-p for each row; see `filters.py`.
 
-    threshold_N:    the lowest raw logit that is kept; -inf if all are kept
-    count_N:        the entries of the row's short list, or DENSE, or UNDECIDED
+    threshold_N:    the lowest logit that is kept, edited but not scaled; -inf if all are kept
+    count_N:        how many entries the row's short list has, or DENSE, or UNDECIDED
     list_id_NC, list_x_NC: ids and logits of a short list
     queue_N1:       how many rows need more than a short list, then the numbers of these rows
     group_top_NG:   maxima of groups
@@ -114,7 +114,7 @@ class Scratch(NamedTuple):
     For rows with filters a field holds something else before these values are written:
 
     best_NJ: maxima of blocks, from the scan to `filter_kernel`; then stretches (`sweep.py`)
-    mass_NJ: from the first sweep to `wide_kernel`, the weight W(x >= b) of each block, linear
+    mass_NJ: from the first sweep to `wide_kernel`, the weight W(x >= b) of each block, not its log2
     lse_N:   maxima of UNDECIDED rows
     """
 

@@ -19,7 +19,7 @@ BLOCK = tl.constexpr(1024)  # ids per block of the hierarchical draw
 GROUP = tl.constexpr(64)  # ids per group; the maximum of each group is kept
 GROUPS = tl.constexpr(BLOCK.value // GROUP.value)  # groups per block
 CAPACITY = tl.constexpr(128)  # entries of a row's short list
-FIXED = tl.constexpr(1099511627776.0)  # 2^40: sums of integers are the same in any order
+FIXED = tl.constexpr(1099511627776.0)  # 2^40, a weight of 1: integer sums are exact in any order
 REQUEST_CHUNK = tl.constexpr(128)  # usual CHUNK of `first_row`
 _ENTRY_CHUNK = tl.constexpr(512)  # entries that `edit_kernel` handles together
 
@@ -102,14 +102,14 @@ def edit_kernel(rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M,
     begin, end = tl.load(start_N1 + row), tl.load(start_N1 + row + 1)
     for first in range(begin, end, _ENTRY_CHUNK):
         e = first + tl.arange(0, _ENTRY_CHUNK)
-        mine = e < end
-        token = tl.load(entries.token_M + e, mask=mine, other=0)
-        x = load_at(rows, row, token, mine)
-        x = x + tl.load(bias_M + e, mask=mine, other=0.0)
-        repetition = tl.load(repetition_M + e, mask=mine, other=1.0)
+        valid = e < end
+        token = tl.load(entries.token_M + e, mask=valid, other=0)
+        x = load_at(rows, row, token, valid)
+        x = x + tl.load(bias_M + e, mask=valid, other=0.0)
+        repetition = tl.load(repetition_M + e, mask=valid, other=1.0)
         x = tl.where(x > 0, x / repetition, x * repetition)
-        x = x - tl.load(subtract_M + e, mask=mine, other=0.0)
-        tl.store(entries.value_M + e, x, mask=mine)
+        x = x - tl.load(subtract_M + e, mask=valid, other=0.0)
+        tl.store(entries.value_M + e, x, mask=valid)
     j = tl.arange(0, WIDTH)
     zeros = tl.zeros((WIDTH,), tl.int64)
     e = _first_entry(entries, begin + zeros, end + zeros, j * BLOCK)
@@ -119,7 +119,7 @@ def edit_kernel(rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M,
 
 @triton.jit
 def _first_entry(entries: Entries, low, high, id_):
-    """In each lane, the first of entries low..high - 1 with a token >= id_; high if none has."""
+    """In each lane, the first of entries low..high - 1 with a token >= id_; else high."""
     size = tl.max(high - low, axis=0)
     while size > 0:
         open_ = low < high
@@ -154,8 +154,8 @@ def load_span(rows: RawRows, row, first, WIDTH: tl.constexpr, evict: tl.constexp
             x = tl.where(_allowed(rows.mask, index, off, valid), x, float("-inf"))
     if rows.entries is not None:
         token_M, value_M = rows.entries.token_M, rows.entries.value_M
-        for e in range(begin, end, 2):  # in pairs: twice as many loads in flight
-            second = tl.minimum(e + 1, end - 1)  # if their number is odd, the last entry twice
+        for e in range(begin, end, 2):  # two entries: twice as many loads in flight
+            second = tl.minimum(e + 1, end - 1)  # of an odd number the last entry is taken twice
             token, value = tl.load(token_M + e).to(tl.int32), tl.load(value_M + e)
             second_token = tl.load(token_M + second).to(tl.int32)
             second_value = tl.load(value_M + second)
@@ -210,7 +210,7 @@ def log2_sum(x):
 
 @triton.jit
 def log2_sum_exactly(x):
-    """`log2_sum`, summed in integers of 1 / FIXED of the largest: equal for any number of warps."""
+    """`log2_sum` with integers, in units of largest / FIXED: equal for any number of warps."""
     top = tl.max(x, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum((tl.exp2(x - base) * FIXED).to(tl.int64), axis=0)
@@ -228,6 +228,6 @@ def log2_sum_rows(x):
 @triton.jit
 def load_blocks(per_block_NJ, row, NB, NBP: tl.constexpr):
     """The values of a row's blocks [NBP], -inf after the last block."""
-    j = tl.arange(0, NBP)  # read past the L1 cache: other multiprocessors wrote them
+    j = tl.arange(0, NBP)  # `.cg` bypasses the L1 cache: other multiprocessors wrote the values
     place = per_block_NJ + row * NB + j
     return tl.load(place, mask=j < NB, other=float("-inf"), cache_modifier=".cg")

@@ -1,7 +1,7 @@
 """The verification rules of `ops/rules.py` on the device: how many drafts a request accepts.
 
-Lane i of a vector belongs to draft i of the request. Probabilities are in log2. `decide.py:
-_apply_rule` calls these functions; tests compare them with the oracle.
+Lane i of a vector belongs to draft i of the request. Names with `log_` are in base 2. `decide.py`
+and `verify.py` call these functions; tests compare them with the oracle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SYNTHETIC = tl.constexpr(int(Rule.SYNTHETIC))
 
 @triton.jit
 def is_compiled(rule, UNDER_BLOCK: tl.constexpr, RATES: tl.constexpr):
-    """Whether the kernel was compiled with this rule: BLOCK if UNDER_BLOCK, SYNTHETIC if RATES."""
+    """Whether the kernel has this rule: BLOCK only if UNDER_BLOCK, SYNTHETIC only if RATES."""
     compiled = (rule == STANDARD) | (rule == COUPLED)
     if UNDER_BLOCK:
         compiled = compiled | (rule == BLOCK_RULE)
@@ -42,7 +42,7 @@ def standard(log_p, log_q, log_u, i, num):
 
 @triton.jit
 def synthetic(rate, log_q, u, i, num):
-    """Accept x_i while u_i is below the draft's rate and q(x_i) > 0, whatever p(x_i) is."""
+    """Accept x_i while u_i is below the rate of draft i and q(x_i) > 0, whatever p(x_i) is."""
     return _prefix_length((u < rate) & (log_q > float("-inf")), i, num)
 
 

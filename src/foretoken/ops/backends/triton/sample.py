@@ -1,9 +1,9 @@
 """The ops `sample` and `draft`: a scan, filters if there are any, and a draw by Gumbel noise.
 
 The scan is the one pass over all logits: the mass of every block of 1024, and the maxima of groups
-of 64. A program of it is one warp and takes two blocks: without barriers between warps the pass
-runs at the speed of memory. If the last program of a row drew, the pass would take longer, so the
-draw is a launch of its own (decision 010).
+of 64. A program of the scan is one warp with one or two blocks: without barriers between warps the
+pass runs at the speed of memory. If the last program of a row drew, the pass would take longer, so
+the draw is a launch of its own (decision 010).
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.types import DraftCache, Noise, Rows
 
 BLOCKS_PER_PROGRAM = 2
-# About as many programs as a GPU holds. If a scan of one block per program needs no more, it takes
-# one block per program. Otherwise only the last FEW_PROGRAMS programs let the next kernel start.
+# About as many programs as a GPU holds. A scan of up to so many blocks has one program per block.
+# In a larger scan only the last FEW_PROGRAMS programs let the next kernel start.
 FEW_PROGRAMS = tl.constexpr(4096)
-_MANY_ROWS = 512  # with more, programs of `filter_kernel` have one warp
+_MANY_ROWS = 512  # with more rows, programs of `filter_kernel` have one warp
 
 
 @triton.jit
 def scan_kernel(batch: Batch, counter_B, parts, token_stream, K1: tl.constexpr, FLAT: tl.constexpr,
                 FP64: tl.constexpr, DRAFT: tl.constexpr, PER: tl.constexpr, EARLY: tl.constexpr,
                 OVERLAP: tl.constexpr):  # fmt: skip
-    """Programs: (request, row of it, PER blocks). Writes each block's `mass_NJ` and `best_NJ`.
+    """Programs: (request, row of it, PER blocks). Writes `mass_NJ`, and `best_NJ` under flat noise.
 
     Rows with filters get maxima of groups and of blocks instead of best scores; with top-k they
     get no masses, which would be useless. The queue of `filters.py` is emptied.
 
     counter_B:    None, or set to 0 for `verify.py`
     token_stream: stream of flat noise. FLAT: slots without top-k can draw by flat noise
-    DRAFT:        rows are drafts; their raw logits go to the draft cache, if there is one
+    DRAFT:        rows are drafts; their edited logits go to the draft cache, if there is one
     EARLY:        the scan can overlap the previous kernel, and every program lets the next start
     """
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
@@ -57,7 +57,7 @@ def scan_kernel(batch: Batch, counter_B, parts, token_stream, K1: tl.constexpr, 
     if EARLY:
         wait_for_writes(OVERLAP)
     if EARLY | (pid >= tl.num_programs(0) - FEW_PROGRAMS):  # earlier programs end before these
-        let_next_start(OVERLAP)  # after the wait: the next kernel reads what earlier ones wrote
+        let_next_start(OVERLAP)  # after the wait: the next kernel reads results of earlier kernels
     if scratch.filtered is not None:
         if pid == 0:
             tl.store(scratch.filtered.queue_N1, 0)
@@ -106,8 +106,8 @@ def scan_kernel(batch: Batch, counter_B, parts, token_stream, K1: tl.constexpr, 
 @triton.jit
 def _mass_and_best(x, first, settings: Settings, has_score, address: Address, FLAT: tl.constexpr,
                    FP64: tl.constexpr):  # fmt: skip
-    """(log2 of the sum of 2^(x scale), the best of x scale + noise if `has_score`) of a block.
-    At T=0 the first is the largest logit instead, or NaN if a logit is NaN."""
+    """(log2 of the sum of 2^(scale x), the largest scale x + noise if `has_score`) of a block.
+    At T=0 the first value is the largest logit instead, or NaN if a logit is NaN."""
     best = tl.full((), float("-inf"), tl.float32)
     if settings.greedy:
         has_nan = tl.sum((x != x).to(tl.int32), axis=0) > 0
@@ -157,7 +157,7 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     """A draft per row; stores each draft's q in `cache`, if given. See `Backend.draft`.
-    The scan copies raw rows to the cache as it reads them; block masses are not kept."""
+    The scan copies the rows to the cache as it reads them; block masses are not kept."""
     logits_NV, params, slot_N, edits = rows
     requests = requests_of(slot_N, slot_N, noise.position_N, noise.draft_index_N)
     call = Call(logits_NV, params, requests, edits, cache, noise.fp64, noise.streams[0])

@@ -69,8 +69,8 @@ class Packed(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """Prompt lookup: tensors of `DraftRequests`, and `rank_BP`: rank of the best occurrence of the
-    suffix that ends in part P of the text, PART tokens long; 0: there is none."""
+    """Prompt lookup: tensors of `DraftRequests`, and `rank_BP`, the highest rank of the suffix's
+    occurrences that end in each of P parts of the text; 0 without an occurrence."""
 
     slot_B: Tensor
     num_B: Tensor
@@ -85,12 +85,12 @@ def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out:
     """Pack the tokens of a step, or of the first pass of a round of drafting.
 
     Programs: (request, LANES columns of the block table). The first program of a request also
-    writes its tokens and rows. It counts the tokens of all earlier requests itself: a kernel for
-    that would cost more.
+    writes the request's tokens and rows, and counts the tokens of all earlier requests: a kernel
+    for that would cost more.
 
     step, drafting: one of them is None. T, N: sizes of `token_T` and `row_N`.
     K, stride: for drafting, the number of passes and the distance of rows of `place_3KB`. Passes
-    compute K tokens after a request's `length`; tokens after its last draft go to the spare block.
+    compute K tokens after `length`; those after the request's last draft go to the spare block.
     """
     wait_for_writes(OVERLAP)
     table, out = table, out  # makes values of fields that are 1, see `records.py`
@@ -135,9 +135,9 @@ def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out:
 @triton.jit
 def _span(table: SlotTable, step: StepTokens, drafting: RoundTensors, i, live):
     """The `Span` that request i computes, or a vector of spans; empty where not `live`.
-    A request that has reached its limit is computed in the spare slot: the keys and values of its
-    last token are not needed, and perhaps no block exists for them. d: the request's index among
-    those that decide (`decider_B`), -1 if it does not decide."""
+    A request at its limit, or after `max_len`, is computed in the spare slot: the keys and values
+    of its last token are not needed, and perhaps no block exists for them. d: the request's index
+    among those that decide (`decider_B`), -1 if it does not decide."""
     if drafting is None:
         slot, d = _slot_or_spare(table, step.slot_B, i, live), i.to(tl.int64)
         if step.decider_B is not None:
@@ -194,8 +194,8 @@ def count_kernel(table: SlotTable, slot_B, most_B, num_B, position_B, B, OVERLAP
     b = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     slot = tl.load(slot_B + b, mask=b < B, other=0)
     length = tl.load(table.length_S + slot, mask=b < B, other=0)
-    left = tl.load(table.limit_S + slot, mask=b < B, other=0) - length - 1
-    num = tl.minimum(tl.load(most_B + b, mask=b < B, other=0), left)
+    room = tl.load(table.limit_S + slot, mask=b < B, other=0) - length - 1
+    num = tl.minimum(tl.load(most_B + b, mask=b < B, other=0), room)
     tl.store(num_B + b, tl.maximum(num, 0), mask=b < B)
     tl.store(position_B + b, length, mask=b < B)
 
@@ -216,7 +216,7 @@ def write_drafts_kernel(table: SlotTable, slot_B, position_B, num_B, token_BK, K
 @triton.jit(do_not_specialize=["B", "K"])
 def advance_kernel(table: SlotTable, step: StepTokens, verdict: Verdict, packet, B, K,
                    KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """A program per request: see `Steps.advance`. The spare slot, at its limit, does not change."""
+    """A program per request: see `Steps.advance`. At its limit, the spare slot does not change."""
     wait_for_writes(OVERLAP)
     table = table
     b, i = tl.program_id(0), tl.arange(0, KP)
@@ -279,10 +279,10 @@ def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constex
 
 @triton.jit
 def search_kernel(table: SlotTable, lookup: Lookup, shortest, longest, OVERLAP: tl.constexpr):
-    """Programs: (request, part of its text). A program writes the highest rank of an occurrence of
-    the suffix that ends in the part. Longer suffixes rank higher. For equal lengths, occurrences
-    with enough later tokens for all drafts rank above all others: the former rank by rising
-    position, the latter by falling."""
+    """Programs: (request, part of its text). A program writes the highest rank of the suffix's
+    occurrences that end in the part. Longer occurrences rank higher. Of equal lengths, occurrences
+    before enough tokens for all drafts rank above the rest; among the former later positions rank
+    higher, among the rest earlier positions."""
     wait_for_writes(OVERLAP)
     table, lookup = table, lookup
     b, part = tl.program_id(0), tl.program_id(1)
@@ -368,8 +368,8 @@ class Steps:
             asked.slot_B, asked.num_B, asked.position_B, kept_B, index_B1, place_3KB, known, max_len
         )
         sizes = PackSizes(known * requests, requests, known)
-        first = self._pack(requests, None, drafting, sizes, block_size)
-        return Round(kept_B, first, index_B1, *place_3KB[:, :, :requests])
+        first_pass = self._pack(requests, None, drafting, sizes, block_size)
+        return Round(kept_B, first_pass, index_B1, *place_3KB[:, :, :requests])
 
     @zero_if_recording
     def shift(

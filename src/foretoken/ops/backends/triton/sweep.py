@@ -45,12 +45,12 @@ from foretoken.ops.backends.triton.rows import (  # isort: skip
 GUESS_PROGRAMS = 132 * 2  # upper bound; programs loop. An H200 has 132 multiprocessors
 SWEEP_PROGRAMS = 132 * 20  # upper bound; programs loop
 SECOND_PARTS = 16  # parts of a row in the second sweep, which skips most rows
-SAMPLE = tl.constexpr(4096)
+SAMPLE = tl.constexpr(4096)  # logits of a sample
 LIST = tl.constexpr(4096)  # upper bound of the entries of a list
 LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite float
 GUESSES = tl.constexpr(6)  # passes over a row before its bracket is halved instead
 MISSED_NOTE = tl.constexpr(10)  # the place of the note on whether the first sweep missed
-_NEIGHBOURS = tl.constexpr(8)  # in the sample: memory is read by sectors
+_NEIGHBOURS = tl.constexpr(8)  # adjacent logits of a sample: memory is read by sectors
 _DEVIATIONS = tl.constexpr(3.0)  # standard deviations on either side of a guess
 _FILL = tl.constexpr(0.9)  # share of the list's room that a guess should fill, by the sample
 _LOAD_WIDTH = tl.constexpr(256)  # logits of one load in `_list_block`: more need registers
@@ -73,7 +73,7 @@ Guess = namedtuple("Guess", "a b")
 """Keys a <= b; the threshold is probably in [a, b)."""
 
 Bracket = namedtuple("Bracket", "low high w_low w_high")
-"""Keys that surely have the threshold in [low, high); W(x >= low) and W(x >= high)."""
+"""Keys with the threshold surely in [low, high); w_low, w_high: W(x >= low), W(x >= high)."""
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def room_for_list(rows: RawRows):
 
 @triton.jit
 def load_sample(rows: RawRows, row, turn):
-    """SAMPLE logits, groups of neighbours spread over a row; each turn has its own. -inf past V."""
+    """SAMPLE logits, in groups spread over a row; each turn takes other groups. -inf past V."""
     i = tl.arange(0, SAMPLE)
     distance = tl.maximum(rows.V // (SAMPLE // _NEIGHBOURS), _NEIGHBOURS)
     shift = (distance - _NEIGHBOURS) * turn // GUESSES
@@ -200,7 +200,7 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
     sample above t, or by the sample below it. The best mix weighs them by their variances, so that
     a few heavy logits, sampled or not, do not blur a threshold far below them.
 
-    unit: how many logits of the row a sampled logit represents. room: that of the list.
+    unit: logits of the row per sampled logit. room: how many logits the list can hold.
     """
     low, high = bracket.low, bracket.high
     a, b = low, high
@@ -240,7 +240,7 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
 
 @triton.jit
 def bisect(key, weight, low, high, need, step):
-    """The largest t in [low, high) such that the weight of keys >= t reaches `need`; low if none.
+    """The largest t in [low, high) such that the weight of keys >= t reaches `need`; else low.
     The result can be up to step - 1 less than t: a step of 1 is exact."""
     while high - low > step:
         middle = low + ((high - low) >> 1)
@@ -271,7 +271,7 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
         if TURN:
             missed, guess = _second_guess(filtered, row, guess, room_for_list(rows))
             end = tl.where(missed, rows.NB, 0)
-            if item % parts == 0:  # for `wide.py`, which might round it differently
+            if item % parts == 0:  # for `wide.py`, which might round the guess differently
                 store_guess(filtered, row, 1, guess)
                 tl.store(notes_of(filtered, row) + MISSED_NOTE, missed.to(tl.float32))
         for j in range(item % parts, end, parts):
@@ -281,9 +281,9 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
 @triton.jit
 def _second_guess(filtered: Filtered, row, first: Guess, room):
     """(`missed`: whether the row needs a second sweep, the guess of that sweep).
-    It does if W(x >= b) < need <= W(x >= a) does not hold or the list overflowed, but only if
-    logits were listed. Their number says how dense logits are near the first keys. This tells how
-    many keys away the threshold is or, if the list overflowed, where it is between the keys."""
+    A row needs it if the threshold is not in [a, b) or the list overflowed, unless no logit was
+    listed or [a, b) is one key. The number of listed logits tells how dense logits are near a and
+    b, and so where the threshold probably is."""
     a, b = first.a, first.b
     search, swept = load_search(filtered, row), load_sweep(filtered, row, 0)
     weighting, need = search.weighting, needed(search, swept.whole)
@@ -349,7 +349,7 @@ def _list_block(rows: RawRows, row, first, lowest, highest, list_, start, room):
 
 @triton.jit
 def pack_stretch(start, length, room):
-    """A block's stretch of the list in one float32, exact as all integers up to 2^24."""
+    """A block's stretch of the list as one float32, exact: an integer up to 2^24."""
     return (tl.minimum(start, room) * _LENGTH_BASE + length).to(tl.float32)
 
 

@@ -7,9 +7,9 @@ token: that saves a fourth launch. If a request has nothing to sum, its first pr
 If there are few requests, `settle_kernel` replaces both `decide_kernel` and `residual_kernel`. Each
 of its programs makes the request's decision by itself and draws the best token of one block; the
 last one to arrive takes the best of these. That saves a launch, and the draw at the end. With many
-requests, deciding so often is wasted work (decision 010). It has no BLOCK, which needs the masses
-of all rows first. All programs of a request must reach the same decision: until all have arrived, a
-program changes nothing that decisions read (it stores to `Scratch.lse_N` what was there before).
+requests, deciding so often is wasted work (decision 010). `settle_kernel` lacks BLOCK, which first
+needs the masses of all rows. All programs of a request must reach the same decision: until all have
+arrived, a program changes nothing that decisions read (what it stores to `Scratch.lse_N` is equal).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agen
                     OVERLAP: tl.constexpr):  # fmt: skip
     """Programs: (request, line of its agenda, PER blocks of that line's row).
 
-    DRAW: the first program draws. ONE_ROW: the programs of line 0 sum its row; the last one to
-    arrive draws. ALL_ROWS: line i is row i of the request. Of the programs that sum rows 1..K-1
-    the last one to arrive applies the block rule. If the rule accepts a draft, row 0 is not needed,
-    and the same program draws. If it accepts none, the last one to arrive at row 0 draws: a program
-    that sums row 0, or the one that applied the rule.
+    If DRAW is pending, the first program draws; if ONE_ROW, the programs of line 0 sum its row, and
+    the last one to arrive draws. If ALL_ROWS, line i is row i of the request. Of the programs that
+    sum rows 1..K-1 the last one to arrive applies the block rule. If the rule accepts a draft, row
+    0 is not needed, and the same program draws. If it accepts none, the last one to arrive at row 0
+    draws: a program that sums row 0, or the one that applied the rule.
 
     Requests come in reverse: the L2 cache probably still has the rows that the scan read last. Row
     0 of all requests runs last: under BLOCK its mass is unused once a draft has been accepted.
@@ -72,7 +72,7 @@ def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agen
     pending = tl.load(agenda_b.pending, cache_modifier=".cg")
     line = load_line(agenda_b, line_index, True)
     accepted = tl.load(outcome.n_accept_B + b).to(tl.int32)
-    # To sum one row, the programs of line 0 suffice; only to draw, one program does.
+    # To sum one row, the programs of line 0 suffice; to draw, the first of these does.
     idle = (pending == DONE) | ((pending != ALL_ROWS) & (line_index > 0))
     if idle | ((pending == DRAW) & (part > 0)):
         return
@@ -100,7 +100,7 @@ def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agen
         tl.debug_barrier()
         if tl.atomic_add(arrived, 1, sem="acq_rel") != expected - 1:
             return
-    # If DRAW or ONE_ROW is pending, all rows that decided are finite.
+    # If DRAW or ONE_ROW is pending, the rows 0..accepted are finite.
     row, position, source, finite = line.row, line.position, line.source, True
     if pending == ALL_ROWS:
         request = read_request(batch, b, True, REQUEST_CHUNK)
@@ -115,7 +115,7 @@ def residual_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, agenda: Agen
                 if tl.atomic_add(agenda_b.arrived_first, 1, sem="acq_rel") != parts:
                     return  # row 0 is still being summed; its last program will draw
             tl.store(agenda_b.pending, DONE)  # later programs of row 0 have nothing to do
-        else:  # the rule was applied by another program, and accepted nothing
+        else:  # another program applied the rule, which accepted no draft
             finite = tl.load(outcome.finite_B + b) != 0
         next_line = load_line(agenda_b, tl.minimum(accepted, drafts.K - 1), True)
         mode = tl.where(accepted < request.num, next_line.source.mode, FROM_P)
@@ -179,7 +179,7 @@ def settle_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Ca
                   OVERLAP: tl.constexpr):  # fmt: skip
     """Programs: (request, block of the row to be drawn from). No slot can be under BLOCK.
     ONE_ROW: every program draws from its block of the residual; the last to arrive takes the best
-    of these tokens. In all other cases the first program draws, and no other does anything."""
+    of these tokens. In all other cases the first program draws, and all others do nothing."""
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
     NB = batch.rows.NB
     b, block = tl.program_id(0) // NB, tl.program_id(0) % NB
@@ -211,7 +211,7 @@ def settle_kernel(batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Ca
         token = tl.load(score_p + 2 * j + 1, mask=j < NB, other=0.0, cache_modifier=".cg")
         best, token = tl.reduce((score, token), 0, _better)
         drawn_token, undrawn = token.to(tl.int64), best == float("-inf")
-        if undrawn:  # set masses to 0, so that `draw` uses p; all programs have read them by now
+        if undrawn:  # with masses of 0 `draw` uses p; no program still reads the masses
             tl.store(batch.scratch.mass_NJ + row * NB + j, float("-inf"), mask=j < NB)
             tl.debug_barrier()
     else:
@@ -254,38 +254,39 @@ def verify(batch: VerifyBatch) -> Verdict:
     host never waits for the device.
 
     The output has exactly the target's distribution (Leviathan et al. 2023, appendix A.1; Sun et
-    al. 2024, theorem 1; Daliri et al. 2024). If a row that decided is not finite, its request gets
-    the token -1.
+    al. 2024, theorem 1; Daliri et al. 2024). If one of the rows 0..n_accept of a request is not
+    finite, the request's next token is -1.
     """
-    logits_NV, params, slot_B, position_B, block, edits, rate_K, fp64, _ = batch
-    device, (num_requests, max_drafts) = logits_NV.device, block.token_BK.shape
+    logits_NV, params, slot_B, position_B, proposal, edits, rate_K, fp64, _ = batch
+    device, (num_requests, max_drafts) = logits_NV.device, proposal.token_BK.shape
     verdict = Verdict(
-        torch.empty(num_requests, max_drafts + 1, dtype=block.token_BK.dtype, device=device),
+        torch.empty(num_requests, max_drafts + 1, dtype=proposal.token_BK.dtype, device=device),
         torch.empty_like(slot_B),
         torch.empty_like(slot_B, dtype=torch.bool),
     )
     if not num_requests:
         return verdict
-    requests = launch.requests_of(block.num_B, slot_B, position_B, block.num_B)
+    requests = launch.requests_of(proposal.num_B, slot_B, position_B, proposal.num_B)
     block_rule = Rule.BLOCK in params.rules
-    residuals = max_drafts > 0 and (block.cache is not None or block_rule or params.has_filters)
+    residuals = max_drafts > 0 and (proposal.cache is not None or block_rule or params.has_filters)
     settles = residuals and num_requests <= FEW.value and not block_rule
     call = launch.Call(
-        logits_NV, params, requests, edits, block.cache, fp64, Stream.TARGET_TOKEN, max_drafts + 1
+        logits_NV, params, requests, edits, proposal.cache, fp64, Stream.TARGET_TOKEN,
+        max_drafts + 1,
     )  # fmt: skip
     blocks = call.batch.rows.NB
     drafts = Drafts(
-        block.token_BK.contiguous(), block.real_q_B.contiguous(),
+        proposal.token_BK.contiguous(), proposal.real_q_B.contiguous(),
         None if rate_K is None else rate_K.contiguous(), max_drafts,
     )  # fmt: skip
-    widths = (max(2, 1 << max_drafts.bit_length()), call.blocks_padded, fp64)
+    constants = (max(2, 1 << max_drafts.bit_length()), call.blocks_padded, fp64)
     if settles:
         candidates = Candidates(
             torch.empty(num_requests, dtype=torch.int64, device=device),
             torch.empty(num_requests * blocks * 2, dtype=torch.float64, device=device),
         )
         reduce_rows(call, counter_B=candidates.arrived_B)
-        call.launch(settle_kernel, num_requests * blocks, drafts, verdict, candidates, *widths)
+        call.launch(settle_kernel, num_requests * blocks, drafts, verdict, candidates, *constants)
         return verdict
     agenda = None
     if residuals:
@@ -296,11 +297,11 @@ def verify(batch: VerifyBatch) -> Verdict:
         )
     reduce_rows(call)
     args = (drafts, verdict, agenda)
-    call.launch(decide_kernel, num_requests, *args, max_drafts > 0, block_rule, *widths)
+    call.launch(decide_kernel, num_requests, *args, max_drafts > 0, block_rule, *constants)
     if residuals:
         lines, parts = max_drafts if block_rule else 1, -(-blocks // launch.BLOCKS_PER_LOAD)
         call.launch(
-            residual_kernel, num_requests * lines * parts, *args, parts, lines, *widths,
+            residual_kernel, num_requests * lines * parts, *args, parts, lines, *constants,
             launch.BLOCKS_PER_LOAD, **launch.at_most_registers(96),
         )  # fmt: skip
     return verdict

@@ -9,7 +9,7 @@ of `sweep.py`, which is in order of arrival). For a value so frequent that it wo
 the guess [a, b) is this value's key alone: b is the next key. After GUESSES passes the range of
 keys is halved instead, so that the search ends for every row.
 
-A pass by one program is a chain of latencies, so the next span is loaded during work on the last.
+A pass by one program is a chain of latencies, so a span is loaded while the span before it is used.
 Flat noise needs one more pass, which writes masses and best scores as the scan does.
 
 Weights are relative to the row's maximum. A block with underflowing weight has no part in any draw:
@@ -41,7 +41,7 @@ from foretoken.ops.backends.triton.sweep import (  # isort: skip
 WARPS = 4
 REGISTERS = 168  # per thread: a multiprocessor then holds three programs of four warps
 _LANES = tl.constexpr(32 * WARPS)
-_SPAN = tl.constexpr(2048)
+_SPAN = tl.constexpr(2048)  # logits of one load
 _SPAN_BLOCKS = tl.constexpr(_SPAN.value // BLOCK.value)
 _LISTED_CHUNK = tl.constexpr(8)  # listed logits that `_add_listed` adds to each block together
 
@@ -50,9 +50,9 @@ _LISTED_CHUNK = tl.constexpr(8)  # listed logits that `_add_listed` adds to each
 def wide_kernel(batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr,
                 FP64: tl.constexpr, DRAFT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Programs: (request, row of it). Makes UNDECIDED rows DENSE; most rows are not UNDECIDED.
-    The compiler must not know that the rows' stride is a multiple of 16. It would load four
-    neighbours per thread. But logits are stored to the list one by one, so it would move ranks,
-    addresses and values of each span to another layout, through shared memory."""
+    The compiler must not know that the rows' stride is a multiple of 16: it would load four
+    neighbours per thread, but store logits to the list one by one, and so move ranks, addresses and
+    values of each span to another layout, through shared memory."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
     batch = batch  # makes values of fields that are 1: Triton 3.6 loses constants in branches
@@ -163,10 +163,10 @@ def _search(batch: Batch, row, search: Search, swept_before):
     low, high = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
     mass = zero_like(search.top) - 1  # W of the row
     w_low, w_high, need = mass, zero_like(mass), zero_like(mass)
-    # The last pass listed `width` logits; `inside`: whether these are all logits in [low, high).
-    # count: `width` if so; else more than the list's room, so that the search continues.
+    # inside: whether the `num_listed` logits of the last pass are all logits in [low, high).
+    # count: `num_listed` if so; else more than the list's room, so that the search continues.
     count, passes = room + 1, zero_like(room)
-    inside, width, sweeps = false_like(passes), zero_like(room), passes
+    inside, num_listed, sweeps = false_like(passes), zero_like(room), passes
     if swept_before:
         sweeps = 1 + tl.load(notes_of(filtered, row) + MISSED_NOTE).to(tl.int32)
     while (count > room) & (high - low > 1):
@@ -179,13 +179,13 @@ def _search(batch: Batch, row, search: Search, swept_before):
                 if inside & (passes > sweeps):  # the list overflowed and is the sample
                     i = tl.arange(0, SAMPLE)
                     x = tl.load(list_ + i, mask=i < room, other=float("-inf"), cache_modifier=".cg")
-                    unit = width / tl.minimum(room, SAMPLE).to(tl.float32)
+                    unit = num_listed / tl.minimum(room, SAMPLE).to(tl.float32)
                 else:
                     x = load_sample(rows, row, passes)
                     if inside:
                         in_bracket = (x >= value_of(low)) & (x < value_of(high))
                         sampled = tl.sum(in_bracket.to(tl.float32), axis=0)
-                        unit = width / tl.maximum(sampled, 1.0)
+                        unit = num_listed / tl.maximum(sampled, 1.0)
                 if w_low < 0:
                     w_low = unit * tl.sum(weight_of(x, weighting), axis=0)
                     mass = w_low
@@ -205,7 +205,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
                 high, w_high = guess.b, from_b
             else:
                 low, w_low = guess.b, from_b
-        width = count
+        num_listed = count
         count = tl.where(inside, count, room + 1)
     if count <= room:
         i = tl.arange(0, LIST)
@@ -219,7 +219,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
 
 @triton.jit
 def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
-    """Write log2 masses: the weights above a sweep's keys, and the listed logits that are kept."""
+    """Write log2 masses: the last sweep's W(x >= b), and the listed logits that are kept."""
     NB, scratch, j = batch.rows.NB, batch.scratch, tl.arange(0, NBP)
     mass = tl.load(scratch.mass_NJ + row * NB + j, mask=j < NB, other=0.0)
     stretch = tl.load(scratch.best_NJ + row * NB + j, mask=j < NB, other=0.0)

@@ -163,8 +163,8 @@ def prepare(
     options: AttentionOptions,
     decoding: Callable[..., Decoding] = configs.decoding,
 ) -> None:
-    """Make the plan of a batch of `tokens` rows now, before kernels that overlap. Without this, the
-    first layer of this shape makes it. decoding: chooses the configuration of `decode_kernel`."""
+    """Make the plan of a batch of `tokens` rows before kernels that overlap. Without this call, the
+    first layer of this shape makes the plan. decoding: chooses how `decode_kernel` is set up."""
     _plan(batch, tokens, _shape(query_heads, key_cache, value_cache, options), decoding)
 
 
@@ -211,7 +211,7 @@ def _plan(
     shape: HeadShape,
     decoding: Callable[..., Decoding] = configs.decoding,
 ) -> _Plan:
-    # A captured graph must make its own plan: at a replay any other plan would be out of date.
+    # A captured graph must make its own plan: at a replay a plan made before would be out of date.
     capturing = batch.length_B.is_cuda and torch.cuda.is_current_stream_capturing()
     plans = _plans.setdefault(batch, {})
     plan = plans.get((tokens, shape, capturing))
@@ -240,11 +240,11 @@ def _new_plan(
     def empty(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(count, dtype=dtype, device=batch.length_B.device)
 
-    fields, partial = FIELDS.value, rows * shape.H * pieces
+    fields, results = FIELDS.value, rows * shape.H * pieces
     few_I, merge_F = empty(items * fields), empty(rows * MERGE_FIELDS.value)
     work = records.Work(few_I, merge_F, empty(max(tiles, 1) * fields), empty(4))
-    acc_FHN = empty(partial * shape.D_V, torch.float32)
-    top_FHN, sum_FHN = empty(partial, torch.float32), empty(partial, torch.float32)
+    acc_FHN = empty(results * shape.D_V, torch.float32)
+    top_FHN, sum_FHN = empty(results, torch.float32), empty(results, torch.float32)
     partials = records.Partials(acc_FHN, top_FHN, sum_FHN, pieces)
     piece_limits = decode.size, decode.count, decode.groups * decode.keys
     cut = records.Cut(shape.G, shape.WINDOW, *piece_limits, decode.rows, many_rows)
@@ -273,7 +273,8 @@ def _query_heads(qkv_TW: Tensor, key_cache: Tensor, value_cache: Tensor) -> int:
     kv_heads, size = key_cache.shape[2:]
     query_width = qkv_TW.shape[1] - kv_heads * (size + value_cache.shape[3])
     if query_width <= 0 or query_width % (kv_heads * size):
-        expected = f"[T, H * {size} + {kv_heads} * ({size} + {value_cache.shape[3]})]"
+        width = f"H * {size} + {kv_heads} * ({size} + {value_cache.shape[3]})"
+        expected = f"[T, {width}], H a multiple of {kv_heads}"
         raise ConfigError("qkv_TW.shape", tuple(qkv_TW.shape), expected)
     return query_width // size
 

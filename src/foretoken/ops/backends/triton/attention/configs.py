@@ -21,7 +21,7 @@ class Decoding(NamedTuple):
                  group and one set, each of four warps has all keys and a quarter of 64 rows
     stages:      of the pipeline that loads tiles
     programs, registers: programs per multiprocessor, limit of the registers of a thread
-    merged_heads, merged_pieces: how many a program of the merge, of merged_warps, loads together
+    merged_heads, merged_pieces, merged_warps: what a program of `merge_kernel` loads; its warps
     ahead:       tokens of an item that are prefetched, see `decode_kernel`
     """
 
@@ -71,21 +71,22 @@ def decoding(
     # One long context gives two programs per multiprocessor a piece each: 33 for 8 K/V heads.
     few = few._replace(count=min(128, max(16, few.count * 8 // kv_heads)))
     many = _MANY if requests > 16 else _MEDIUM
-    shared = few if tokens <= SAME_BITS else many
-    piece_limits, merge_fields = shared[:2], shared[9:]
+    shared_keys = few if tokens <= SAME_BITS else many
+    piece_limits, last_fields = shared_keys[:2], shared_keys[9:]
     if dtype == torch.float32:  # products without tensor cores: operands pass through registers
         groups = 4 if size <= 128 else 2
-        return Decoding(*piece_limits, groups, 16, 16, 1, 2, 2, 255, *merge_fields)
+        return Decoding(*piece_limits, groups, 16, 16, 1, 2, 2, 255, *last_fields)
     if size > 128:
         rows, sets = (16, 1) if tile_rows <= 16 else (32, 2)
-        return Decoding(*piece_limits, 4, 16, rows, sets, 2, 1, 255, *merge_fields)
-    if tokens > SAME_BITS and tile_rows <= 16:  # 64 x 1 rows: 81.7 us a layer; 83.8 as `shared`
-        return Decoding(*piece_limits, 2, 16, 16, 1, 3, 4, 255, *merge_fields)
+        return Decoding(*piece_limits, 4, 16, rows, sets, 2, 1, 255, *last_fields)
+    # 64 requests of one row: 81.7 us a layer, 83.8 with `shared_keys`.
+    if tokens > SAME_BITS and tile_rows <= 16:
+        return Decoding(*piece_limits, 2, 16, 16, 1, 3, 4, 255, *last_fields)
     if tokens > SAME_BITS and 2 < requests <= 8:
-        # 8 x 5 rows at 1024 tokens: a pass takes 4.88 ms, with _MEDIUM 5.15. At 16k tokens a layer
-        # takes 172 us in 33 pieces of a request, and 152 in 16.
+        # 8 requests of 5 rows at 1024 tokens: a pass takes 4.88 ms, with _MEDIUM 5.15. At 16k
+        # tokens a layer takes 172 us with contexts cut into 33 pieces, 152 with 16.
         return few._replace(count=few.count // 2)
-    return few if requests <= 2 else shared
+    return few if requests <= 2 else shared_keys
 
 
 def prefilling(size: int, dtype: torch.dtype) -> Prefilling:

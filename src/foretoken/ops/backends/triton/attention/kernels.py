@@ -123,7 +123,7 @@ def _load_tile(pool, block, first, end, h, MASKED: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def _prefetch_item(table, item, cache: Cache, h, SHAPE: tl.constexpr, AHEAD: tl.constexpr):
-    """Prefetch keys and values of an item's first AHEAD tokens into the L2, except new tokens."""
+    """Prefetch keys and values of an item's first AHEAD tokens to the L2 cache, but no new ones."""
     at = item.begin + tl.arange(0, AHEAD)
     in_cache = at < tl.minimum(item.end, item.start)
     block = tl.load(table + at // SHAPE.PAGE, mask=in_cache, other=0)
@@ -206,7 +206,7 @@ def _sum_groups(x, TILE: tl.constexpr):
 @triton.jit
 def _store(top, total, acc, item, t, head, live, scores: Scores, partials: Partials, out,
            SHAPE: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Add up the results of each set's warps; store each row's values, or partial ones to merge."""
+    """Add up the results of each set's warps; store each row's values, or its partial results."""
     highest = top
     if TILE.W > 1:
         highest = tl.max(top.reshape(TILE.SETS, TILE.GROUPS, TILE.Q), 1)
@@ -238,7 +238,7 @@ def decode_kernel(rows: TokenRows, heads: HeadInputs, cache: Cache, work: Work, 
     ROTARY: rotated dimensions of rows of qkv. 0: the rows are finished queries, and their K/V are
     in the cache. (Triton 3.6 cannot ask whether `heads` is None if a field of it is None.)
     NEW: bound of the new tokens of a request, a power of 2.
-    AHEAD: tokens of an item that are prefetched into the L2 while the previous kernel is running.
+    AHEAD: tokens of an item that are prefetched to the L2 cache while the previous kernel runs.
     """
     let_next_start(OVERLAP)
     rows, cache, partials = rows, cache, partials  # makes values of 1s, see `triton/records.py`

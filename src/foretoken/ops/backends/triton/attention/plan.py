@@ -3,7 +3,7 @@
 A row's context is cut into pieces of SIZE tokens, from its start on. If there would be more than
 COUNT pieces, all are made longer, by multiples of STEP. (An item costs about 5 us in addition to
 its keys: one item per program that a GPU holds is best.) The cut depends only on a row's own
-context, and so do the results of its pieces. If a context outgrows COUNT pieces within a step, its
+context, and so do the results of the pieces. If a context outgrows COUNT pieces within a step, its
 request has two segments of rows with different cuts, each with its own items.
 
 A request with up to `FEW` queries is cut into items (tile of rows x piece). For each K/V head, row
@@ -29,14 +29,14 @@ Item = namedtuple("Item", "request row begin end piece first start count slot")
 
 row:        the tile's first row
 begin, end: the piece's tokens; for a request with many queries, `end` is its length
-piece:      its number in its segment; -1 if it is the only one, which needs no merge
+piece:      the piece's number in its segment; -1 if there is no other to merge
 first, start: the packed index and the position of the request's first new token
 count:      the number of new tokens from `first` to the end of the segment
 slot:       where the request's rows begin in `merge_F` and in partial results
 """
 
 MergeRow = namedtuple("MergeRow", "row first last")
-"""A packed row and the first and last piece that it sees. If last < first, it needs no merge."""
+"""A packed row and the first and last piece that it sees; no merge is needed if last < first."""
 
 _Segment = namedtuple("_Segment", "token end size low high tiles")
 """New tokens token..end - 1 of a request, their pieces low..high, and the number of their tiles."""
@@ -44,7 +44,7 @@ _Segment = namedtuple("_Segment", "token end size low high tiles")
 _Request = namedtuple("_Request", "first count length early late tiles few")
 """A request, or a vector of requests, as the plan cuts it.
 
-first, count, length: its first new token, how many are new, and its length with them
+first, count, length: packed index of its first new token, number of new tokens, of all tokens
 early, late: its segments if it has few queries; the early one is often empty
 tiles:       the number of tiles of its rows if it has many queries
 few:         whether it has few queries
@@ -141,7 +141,7 @@ def plan_kernel(query_start_B1, length_B, work: Work, B, CUT: tl.constexpr,
         else:
             for begin in range(0, tiles, CHUNK):
                 e = begin + lanes
-                row = (tiles - 1 - e) * CUT.MANY_ROWS  # longest first
+                row = (tiles - 1 - e) * CUT.MANY_ROWS  # rows with the longest contexts first
                 item = Item(b, row, 0, length, -1, first, start, count, slot)
                 _store_item(work.many_I, many_item + e, item, e < tiles)
 

@@ -18,8 +18,8 @@ class HeadInputs(NamedTuple):
     """What turns the q and k of a layer's product into queries and keys.
 
     First RMSNorm of each head, if there are weights; then rotary embedding in the half-split layout
-    (Transformers' `rotate_half`) of the first R of D dimensions. All in float32, rounded once, to
-    the dtype of the cache.
+    (Transformers' `rotate_half`) of the first R of D dimensions. All is computed in float32, and
+    rounded once, to the dtype of the cache.
 
     cos_PR, sin_PR: float32 [P, R / 2], contiguous, times any attention scaling; P >= all lengths
     q_norm_D, k_norm_D: factors of the norms (w, or 1 + w), any float dtype, or both None
@@ -72,7 +72,7 @@ class HeadShape:
 class Cut:
     """How `plan_kernel` cuts contexts into pieces and requests into tiles; see `plan.py`.
 
-    G, WINDOW: as in `HeadShape`
+    G, WINDOW: as in `HeadShape`; SIZE, COUNT, STEP: as in `plan.py`
     FEW_ROWS, MANY_ROWS: rows of a tile of a request with few, with many queries
     """
 

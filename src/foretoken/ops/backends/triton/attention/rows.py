@@ -85,7 +85,7 @@ def rotated_heads(p, angles, live, norm_D, heads: HeadInputs, SHAPE: tl.constexp
 def store_key_and_value(row_p, angles, place, live, heads: HeadInputs, cache: Cache, h,
                         SHAPE: tl.constexpr, ROTARY: tl.constexpr):  # fmt: skip
     """Write key head h, normed and rotated, and value head h of rows of qkv to rows of the cache.
-    row_p: addresses of the rows. place: their numbers among the heads of all tokens of the
+    row_p: addresses of the rows. place: the index of each row's head h among all heads of the
     cache."""
     d, d_v = tl.arange(0, SHAPE.WIDTH), tl.arange(0, SHAPE.WIDTH_V)
     inside, inside_v = live[:, None] & (d < SHAPE.D), live[:, None] & (d_v < SHAPE.D_V)
@@ -129,5 +129,5 @@ def write_new_kernel(rows: TokenRows, heads: HeadInputs, cache: Cache, query_sta
     for g in range(SHAPE.G):
         p = row_p + (h * SHAPE.G + g) * SHAPE.D
         query = rotated_heads(p, angles, live, heads.q_norm_D, heads, SHAPE, ROTARY)
-        tl.debug_barrier()  # lanes have read partner dimensions that others replace
+        tl.debug_barrier()  # all lanes have read the partner dimensions that are replaced now
         tl.store(p[:, None] + d, query.to(dtype), mask=inside)

@@ -27,8 +27,8 @@ from foretoken.ops.stack import Linear, Weight, plain
 class Products:
     """Launches the kernels of one model's products, and keeps the memory that these share.
 
-    All steps of a model use it, one after the other on one stream. deterministic: in passes of up
-    to 16 rows, a row's bits do not depend on the number of rows.
+    All passes of a model share one object, one after the other on one stream. deterministic: in
+    passes of up to 16 rows, a row's bits do not depend on the number of rows.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Products:
             self._arrived = torch.zeros(1 << 15, dtype=torch.int32, device=device)
 
     def tile(self, rows: int, shape: Shape) -> ProductTile | None:
-        """The tile for a product of so many rows; None: cuBLAS and small kernels compute it.
-        cuBLAS computes float16: rows that are multiplied before they are normed can overflow."""
+        """The tile for a product of `rows` rows; None: cuBLAS and small kernels compute it.
+        In float16 it is None: rows that are multiplied before they are normed can overflow."""
         if rows == 1 and not self.deterministic and self.dtype is not torch.float16:
             return gemv_tile(shape)
         if rows > MOST_ROWS or not self._processors:
@@ -189,7 +189,7 @@ class ResidualStream:
         return y_TN
 
     def _scaled_and_squares(self, tile: ProductTile) -> tuple[Tensor, Tensor]:
-        """`scaled` and `squares` of the state; a kernel makes them if no product has."""
+        """`scaled` and `squares` of the state; a kernel writes both if no product has."""
         if self._scaled_squares is None:
             x_TH, size = self.state_TH, self.state_TH.shape[1]
             # As many parts of squares as in later layers: one kernel less to compile.

@@ -1,7 +1,7 @@
 """Products of one row, and the kernels between products: each program handles one row.
 
 Letters of shapes: T packed tokens, N selected rows or columns of y, H hidden size, K columns of x,
-V vocabulary, P parts of a sum of squares, Q ids of an EAGLE-3 head's logits.
+V vocabulary, P parts of a sum of squares, Q ids of an EAGLE-3 head; HP, PP: H and P, padded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 def gemv_kernel(weight, x, operands: Operands, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
                 PP: tl.constexpr, EPS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr,
                 BK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """A product of one row, as in `tiles.py`. Each of N / BN programs writes a part of squares."""
+    """A product of one row, as in `tiles.py`. A program multiplies BN rows of weights by x."""
     y, bias, residual, gain, scaled, squares_in, squares_out = operands
     tile = tl.program_id(0)
     n = tile * BN + tl.arange(0, BN)
@@ -33,15 +33,15 @@ def gemv_kernel(weight, x, operands: Operands, N: tl.constexpr, K: tl.constexpr,
     sums_up = tl.zeros([BN, BK], tl.float32)
     for start in range(BK, K, BK):  # the next block's load starts before this block is used
         w_next = tl.load(rows + start)
-        part = tl.load(x + start - BK + k)[None, :].to(tl.float32)
-        sums += w.to(tl.float32) * part
+        x_part = tl.load(x + start - BK + k)[None, :].to(tl.float32)
+        sums += w.to(tl.float32) * x_part
         w = w_next
         if EPILOGUE == SILU:
             up_next = tl.load(rows + N * K + start)
-            sums_up += w_up.to(tl.float32) * part
+            sums_up += w_up.to(tl.float32) * x_part
             w_up = up_next
-    part = tl.load(x + K - BK + k)[None, :].to(tl.float32)
-    out = tl.sum(sums + w.to(tl.float32) * part, 1)
+    x_part = tl.load(x + K - BK + k)[None, :].to(tl.float32)
+    out = tl.sum(sums + w.to(tl.float32) * x_part, 1)
     inverse_rms = 1.0
     if P > 0:
         p = tl.arange(0, PP)
@@ -51,7 +51,7 @@ def gemv_kernel(weight, x, operands: Operands, N: tl.constexpr, K: tl.constexpr,
     if bias is not None:
         out += tl.load(bias + n).to(tl.float32)
     if EPILOGUE == SILU:
-        up = tl.sum(sums_up + w_up.to(tl.float32) * part, 1) * inverse_rms
+        up = tl.sum(sums_up + w_up.to(tl.float32) * x_part, 1) * inverse_rms
         if bias is not None:
             up += tl.load(bias + N + n).to(tl.float32)
         out = out / (1 + tl.exp(-out)) * up
@@ -79,7 +79,7 @@ def embed_kernel(token_T, table_VH, x_TH, V: tl.constexpr, H: tl.constexpr, HP: 
 def scale_kernel(x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl.constexpr,
                  P: tl.constexpr, PP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Write `scaled`, and each row's sum of squares as the first of P parts; parts 1..P-1 are 0.
-    All earlier kernels have ended when this one starts, so it lets the next kernel start first."""
+    All earlier kernels have ended when this one starts: it lets the next kernel start at once."""
     t = tl.program_id(0).to(tl.int64)
     let_next_start(OVERLAP)
     h, p = tl.arange(0, HP), tl.arange(0, PP)
@@ -92,7 +92,7 @@ def scale_kernel(x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl
 @triton.jit
 def norm_kernel(x_TH, row_N, gain_H, normed_NH, H: tl.constexpr, HP: tl.constexpr,
                 EPS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """RMSNorm of the rows `row_N` of x, or of all if None. It can start before x is written."""
+    """RMSNorm of the rows `row_N` of x, or of all if None. Can start before x is written."""
     n = tl.program_id(0).to(tl.int64)
     wait_for_writes(OVERLAP)
     t = n

@@ -49,7 +49,7 @@ class FusedStack:
     positions: as in `Backend.load_stack`; angles of all positions are computed once.
     most_rows: rows of that buffer.
     deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit whatever
-        runs next to it: greedy text is then equal with and without speculation.
+        other tokens the pass has: greedy text is then equal with and without speculation.
 
     Raises `UnfitError` if the stack has a feature that the kernels do not implement.
     """
@@ -105,7 +105,7 @@ class FusedStack:
         features: Features | None,
         logits: bool,
     ) -> ForwardOutput:
-        """`run` with logits by the ids of the head, not of the target."""
+        """`run`, but a column of the logits is an id of the head, not of the target."""
         stack, rule, (token_T, _, row_N, paged, _) = self.stack, self.stack.features, batch
         layers, last = stack.layers, len(stack.layers)
         if rule is None and not logits:
@@ -146,7 +146,7 @@ class FusedStack:
     def _begin(
         self, token_T: Tensor, batch: AttentionBatch, kv: KV, features: Features | None
     ) -> tuple[ResidualStream, Tensor | None]:
-        """(the residual stream, the input of the first q, k and v; None: they read the stream)."""
+        """(the residual stream, the input of the first q, k and v; None if that is the stream)."""
         stack, rule = self.stack, self.stack.features
         if rule is not None and features is not None and not isinstance(features, Tensor):
             features = self._products.multiply(torch.cat(list(features), dim=-1), rule.fc)
@@ -171,13 +171,13 @@ class FusedStack:
         """[N, V]: logits in the columns of their target ids, -inf in all others."""
         if self._target_ids is None:
             return logits_NQ
-        rows, drafted = logits_NQ.shape
+        rows, num_ids = logits_NQ.shape
         fits = rows <= len(self._wide_NV)
         wide_NV = self._wide_NV[:rows] if fits else self._minus_inf(rows)
         if rows:
             launch(
-                spread_kernel, (rows, triton.cdiv(drafted, _SPREAD_BLOCK)), logits_NQ,
-                self._target_ids, wide_NV, drafted, wide_NV.shape[1], _SPREAD_BLOCK,
+                spread_kernel, (rows, triton.cdiv(num_ids, _SPREAD_BLOCK)), logits_NQ,
+                self._target_ids, wide_NV, num_ids, wide_NV.shape[1], _SPREAD_BLOCK,
                 self._products.overlap, num_warps=4, **self._products.dependent,
             )  # fmt: skip
         return wide_NV

@@ -2,8 +2,8 @@
 
 Few rows are bound by the memory's speed: every SM should always have loads in flight. A *unit* is
 the product of one block of weights and one block of x: a tile of W's rows has K / BK units. Each
-program, one per SM, takes an equal and contiguous share of all units ("stream-K"), so that no SM is
-idle whatever the number of tiles. In a program one warp loads blocks by TMA through a ring of
+program, at most one per SM, takes an equal, contiguous share of all units ("stream-K"), so that no
+SM is idle whatever the number of tiles. In a program one warp loads blocks by TMA through a ring of
 STAGES buffers, and four warps multiply them with wgmma: W is the wide operand, so that 8 rows cost
 no more than one. The first STAGES blocks of weights are loaded while the previous kernel runs.
 
@@ -11,7 +11,8 @@ Where several programs share a tile, the last to finish adds up the parts that a
 order of K: equal input gives equal bits. A row's bits depend on the tile's shape and on the number
 of programs, not on other rows.
 
-Letters of shapes: M rows of x, N columns of y, K columns of x, P parts of a sum of squares.
+Letters of shapes: M rows of x, N columns of y, K columns of x, P parts of a sum of squares;
+MP, PP: M and P, padded to powers of 2; BN, BK: a block of weights; KT = K / BK units of a tile.
 """
 
 from __future__ import annotations
@@ -168,13 +169,13 @@ def streamk_kernel(weight, x, operands: Operands, partial, arrived, M, N: gl.con
                    K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr,
                    EPILOGUE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
                    STAGES: gl.constexpr):  # fmt: skip
-    """A product as in `tiles.py`; with SILU, the N rows of `up` lie after the N rows of `gate`.
+    """Compute one of the three products of `tiles.py`; EPILOGUE says which.
 
     Args:
         weight, x: tensor maps with blocks [BN, BK] of [N or 2 N, K] and [MP, BK] of [M, K]; bf16.
         partial: float32 [2 * programs, 1 or 2, BN, MP]: parts of shared tiles, which can be the
             first and the last tile of each program.
-        arrived: int32 [N / BN], all 0 before and after.
+        arrived: int32 [N / BN]: how many programs have stored a part; all 0 before and after.
     """
     KT: gl.constexpr = K // BK
     UNITS: gl.constexpr = N // BN * KT

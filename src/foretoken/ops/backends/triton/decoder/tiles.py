@@ -37,7 +37,7 @@ RESIDUAL, SILU = tl.constexpr(1), tl.constexpr(2)
 MOST_ROWS = 64  # upper bound for `streamk.py`; with more rows cuBLAS is faster
 _BUCKETS = (8, 16, 32, 64)  # rows that x is padded to in shared memory
 _SAME_BUCKET = 16  # deterministic steps of up to so many rows share one bucket
-_SHARED = 200 << 10  # bytes of a ring; an SM has 227 KiB for all of a program
+_SHARED = 200 << 10  # most bytes of a ring; an SM's shared memory has 227 KiB
 
 
 class Operands(NamedTuple):
@@ -150,7 +150,7 @@ def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
 
 
 def _even_programs(tiles: int, blocks: int, processors: int) -> int:
-    """How many programs share the tiles: one per processor, or fewer, as in `StreamTile`."""
+    """How many programs share the tiles: one per processor, or fewer, see `StreamTile`."""
     for programs in range(processors, processors * 5 // 6 - 1, -1):
         share, rest = divmod(tiles * blocks, programs)
         if not rest and share and (share % blocks == 0 or blocks % share == 0):

@@ -101,7 +101,7 @@ def at_most_registers(count: int) -> dict[str, Any]:
 
 
 def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
-    """The `RawRows` of logits and edits; launches the kernel that prepares entries, if any."""
+    """The `RawRows` of logits and edits; launches `edit_kernel` if there are entries."""
     num_rows, vocabulary = logits_NV.shape
     blocks, groups = -(-vocabulary // BLOCK.value), -(-vocabulary // GROUP.value)
     mask = None

@@ -129,8 +129,7 @@ def measure_kernel(batch: Batch, token_N, measured: Measured, parts, PER: tl.con
 @triton.jit
 def _largest(x, id_, T, TP: tl.constexpr):
     """(values, ids) [TP] of the T largest of x; equal values by rising id.
-    T iterations of two reductions take a tenth of a sort's instructions, and of its compile
-    time."""
+    T iterations of two reductions take a tenth of a sort's instructions and compile time."""
     key, i = key_of(x), tl.arange(0, TP)
     largest, ids = tl.zeros((TP,), tl.uint32), tl.zeros((TP,), tl.int32)
     for t in range(T):

@@ -332,18 +332,18 @@ class Steps:
 
     @zero_if_recording
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
-        requests = len(slot_B)
-        num_B, position_B = _empty(slot_B, requests), _empty(slot_B, requests)
-        args = (self._table, slot_B, most_B, num_B, position_B, requests)
-        self._launch(count_kernel, (triton.cdiv(requests, CHUNK.value),), *args)
+        count = len(slot_B)
+        num_B, position_B = _empty(slot_B, count), _empty(slot_B, count)
+        args = (self._table, slot_B, most_B, num_B, position_B, count)
+        self._launch(count_kernel, (triton.cdiv(count, CHUNK.value),), *args)
         return num_B, position_B
 
     def write_drafts(
-        self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
+        self, requests: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
-        (requests, width), token_BK = token_BK.shape, token_BK.contiguous()
-        args = (self._table, asked.slot_B, asked.position_B, num_B, token_BK, width, last_id)
-        self._launch(write_drafts_kernel, (requests,), *args, triton.next_power_of_2(width))
+        (count, width), token_BK = token_BK.shape, token_BK.contiguous()
+        args = (self._table, requests.slot_B, requests.position_B, num_B, token_BK, width, last_id)
+        self._launch(write_drafts_kernel, (count,), *args, triton.next_power_of_2(width))
 
     @zero_if_recording
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
@@ -351,25 +351,28 @@ class Steps:
 
     @zero_if_recording
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
-        requests, (deciding, width) = len(tokens.slot_B), verdict.token_BK1.shape
-        packet = _empty(tokens.slot_B, requests + deciding * (width + 3))
+        count, (deciding, width) = len(tokens.slot_B), verdict.token_BK1.shape
+        packet = _empty(tokens.slot_B, count + deciding * (width + 3))
         verdict = Verdict(*map(Tensor.contiguous, verdict))
-        args = (self._table, tokens, verdict, packet, requests, width - 1)
-        self._launch(advance_kernel, (requests,), *args, triton.next_power_of_2(width))
+        args = (self._table, tokens, verdict, packet, count, width - 1)
+        self._launch(advance_kernel, (count,), *args, triton.next_power_of_2(width))
         return packet
 
     @zero_if_recording
-    def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
-        requests, like = len(asked.slot_B), asked.slot_B
+    def begin_round(
+        self, requests: DraftRequests, known: int, max_len: int, block_size: int
+    ) -> Round:
+        count, like = len(requests.slot_B), requests.slot_B
         # Rows at multiples of 16 bytes: for other addresses kernels are compiled again.
-        place_3KB = _empty(like, 3, asked.most, requests + requests % 2)
-        kept_B, index_B1 = _empty(like, requests), _empty(like, requests + 1)
+        place_3KB = _empty(like, 3, requests.most, count + count % 2)
+        kept_B, index_B1 = _empty(like, count), _empty(like, count + 1)
         drafting = RoundTensors(
-            asked.slot_B, asked.num_B, asked.position_B, kept_B, index_B1, place_3KB, known, max_len
-        )
-        sizes = PackSizes(known * requests, requests, known)
-        first_pass = self._pack(requests, None, drafting, sizes, block_size)
-        return Round(kept_B, first_pass, index_B1, *place_3KB[:, :, :requests])
+            requests.slot_B, requests.num_B, requests.position_B, kept_B, index_B1, place_3KB,
+            known, max_len,
+        )  # fmt: skip
+        sizes = PackSizes(known * count, count, known)
+        first_pass = self._pack(count, None, drafting, sizes, block_size)
+        return Round(kept_B, first_pass, index_B1, *place_3KB[:, :, :count])
 
     @zero_if_recording
     def shift(
@@ -383,41 +386,42 @@ class Steps:
 
     @zero_if_recording
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
-        requests, width = len(num_B), len(drafts)
-        token_BK, programs = _empty(num_B, requests, width), triton.cdiv(requests, CHUNK.value)
-        self._launch(join_kernel, (programs,), tuple(drafts), num_B, token_BK, requests, width)
+        count, width = len(num_B), len(drafts)
+        token_BK, programs = _empty(num_B, count, width), triton.cdiv(count, CHUNK.value)
+        self._launch(join_kernel, (programs,), tuple(drafts), num_B, token_BK, count, width)
         return token_BK
 
     @zero_if_recording
-    def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
-        like, (requests,), parts = asked.num_B, asked.num_B.shape, -(-self._table.W // PART.value)
-        token_BK, kept_B = _empty(like, requests, asked.most), torch.empty_like(like)
-        rank_BP = _empty(like, requests, parts)
-        lookup = Lookup(asked.slot_B, asked.num_B, asked.position_B, rank_BP, parts)
-        self._launch(search_kernel, (requests, parts), self._table, lookup, shortest, longest)
-        widths = triton.next_power_of_2(asked.most), triton.next_power_of_2(parts)
-        args = (self._table, lookup, token_BK, kept_B, asked.most)
-        self._launch(copy_match_kernel, (requests,), *args, *widths)
+    def look_up(
+        self, requests: DraftRequests, shortest: int, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        like, count, parts = requests.num_B, len(requests.num_B), -(-self._table.W // PART.value)
+        token_BK, kept_B = _empty(like, count, requests.most), torch.empty_like(like)
+        rank_BP = _empty(like, count, parts)
+        lookup = Lookup(requests.slot_B, requests.num_B, requests.position_B, rank_BP, parts)
+        self._launch(search_kernel, (count, parts), self._table, lookup, shortest, longest)
+        widths = triton.next_power_of_2(requests.most), triton.next_power_of_2(parts)
+        args = (self._table, lookup, token_BK, kept_B, requests.most)
+        self._launch(copy_match_kernel, (count,), *args, *widths)
         return token_BK, kept_B
 
     def _pack(
         self,
-        requests: int,
+        count: int,
         step: StepTokens | None,
         drafting: RoundTensors | None,
         sizes: PackSizes,
         block_size: int,
     ) -> ForwardBatch:
-        """Launch `pack_kernel` for a step, or for the first pass of a round."""
         like, columns = self._table.length_S, self._table.L
         out = Packed(
             _empty(like, sizes.tokens), _empty(like, sizes.tokens), _empty(like, sizes.rows),
-            _empty(like, requests + 1), _empty(like, requests), _empty(like, requests, columns),
+            _empty(like, count + 1), _empty(like, count), _empty(like, count, columns),
             block_size,
         )  # fmt: skip
         _, passes, stride = (3, 1, 0) if drafting is None else drafting.place_3KB.shape
-        dims = requests, sizes.tokens, sizes.rows, passes, stride, triton.next_power_of_2(passes)
-        grid = (requests, -(-columns // LANES.value))
+        dims = count, sizes.tokens, sizes.rows, passes, stride, triton.next_power_of_2(passes)
+        grid = (count, -(-columns // LANES.value))
         self._launch(pack_kernel, grid, self._table, step, drafting, out, *dims)
         paged = (out.start_B1, out.length_B, out.block_BL, block_size)
         attention = AttentionBatch(*paged, most_queries=sizes.queries, values_fit=True)

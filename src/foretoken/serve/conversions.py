@@ -212,7 +212,7 @@ def _tool_choice(choice: MessageToolChoice | None) -> tuple[Any, bool | None]:
 
 
 def _chat_messages(place: str, turn: Turn) -> list[dict[str, Any]]:
-    """The messages of a chat from a turn, one for each tool result; `place` is for errors."""
+    """A turn as a chat's messages: one per tool result, one for the rest; `place` is for errors."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     kinds = BLOCKS[turn.role]

@@ -81,7 +81,7 @@ class RequestRecord:
         self._start = time.perf_counter()
         self._last_time: dict[int, float] = {}  # by prompt: when the last delta came
         # By prompt: the number of tokens of each sample.
-        self._sizes: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._token_counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
 
     def observe(self, item: PromptDelta) -> None:
         """Count a delta, as if its tokens were evenly spread over the time since the last delta."""
@@ -94,7 +94,7 @@ class RequestRecord:
         for sample in delta.outputs:
             num_tokens = len(sample.token_ids)
             counts.generation_tokens += num_tokens
-            self._sizes[number][sample.index] += num_tokens
+            self._token_counts[number][sample.index] += num_tokens
             if num_tokens and last_time is not None:
                 seconds = (now - last_time) / num_tokens
                 counts.observe("inter_token_latency_seconds", seconds, num_tokens)
@@ -107,24 +107,24 @@ class RequestRecord:
             counts.cached_tokens += delta.metrics.num_cached_tokens
             counts.preemptions += delta.metrics.num_preemptions
             counts.observe("e2e_request_latency_seconds", now - self._start)
-            self._observe_phases(delta.metrics, [*self._sizes.pop(number, {}).values()])
+            self._observe_phases(delta.metrics, [*self._token_counts.pop(number, {}).values()])
 
-    def _observe_phases(self, metrics: RequestMetrics, sizes: Sequence[int]) -> None:
-        """Count the phases of a prompt that has ended, with samples of these numbers of tokens."""
+    def _observe_phases(self, metrics: RequestMetrics, token_counts: Sequence[int]) -> None:
+        """Count the phases of a prompt that has ended; `token_counts` are those of its samples."""
         counts, queued, first_token = self._counts, metrics.queue_time, metrics.time_to_first_token
-        for size in sizes:
-            counts.observe("request_generation_tokens", size)
+        for num_tokens in token_counts:
+            counts.observe("request_generation_tokens", num_tokens)
         if queued is None:
             return  # no sample got a slot
         counts.observe("request_queue_time_seconds", queued)
         if first_token is None or not metrics.tokens_per_second:
             return
-        end = max(sum(sizes) / metrics.tokens_per_second, first_token)
+        end = max(sum(token_counts) / metrics.tokens_per_second, first_token)
         counts.observe("request_prefill_time_seconds", first_token - queued)
         counts.observe("request_decode_time_seconds", end - first_token)
         counts.observe("request_inference_time_seconds", end - queued)
-        if max(sizes) > 1:
-            mean = (end - first_token) / (max(sizes) - 1)
+        if max(token_counts) > 1:
+            mean = (end - first_token) / (max(token_counts) - 1)
             counts.observe("request_time_per_output_token_seconds", mean)
 
 
@@ -145,16 +145,16 @@ class EngineCollector(Collector):
         yield self._gauge("num_requests_running", "Samples that compute.", status.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait.", status.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Blocks held, 0..1.", status.kv_cache_usage)
-        drafts = self._engine.metrics
+        metrics = self._engine.metrics
         totals = {
             "prompt_tokens": ("Tokens of prompts.", counts.prompt_tokens),
             "generation_tokens": ("Tokens generated.", counts.generation_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up.", counts.prompt_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the cache.", counts.cached_tokens),
             "num_preemptions": ("Samples computed again.", counts.preemptions),
-            "spec_decode_num_drafts": ("Verifications with drafts.", drafts.num_drafts),
-            "spec_decode_num_draft_tokens": ("Tokens drafted.", drafts.num_draft_tokens),
-            "spec_decode_num_accepted_tokens": ("Drafts accepted.", drafts.num_accepted_tokens),
+            "spec_decode_num_drafts": ("Verifications with drafts.", metrics.num_drafts),
+            "spec_decode_num_draft_tokens": ("Tokens drafted.", metrics.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Drafts accepted.", metrics.num_accepted_tokens),
         }
         for name, (text, value) in totals.items():
             yield self._counter(f"vllm:{name}", text, {"": value})
@@ -169,7 +169,7 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
         family.add_metric([self._model, *map(str, self._cache.values())], 1)
         yield family
-        yield from self._speculation(drafts)
+        yield from self._speculation(metrics)
 
     def _speculation(self, metrics: SpeculationMetrics) -> Iterator[Metric]:
         per_position = {

@@ -85,16 +85,16 @@ class RequestRecord:
 
     def observe(self, item: PromptDelta) -> None:
         """Count a delta, as if its tokens were evenly spread over the time since the last delta."""
-        number, delta = item
+        prompt, delta = item
         counts, now = self._counts, time.perf_counter()
         if delta.prompt_token_ids is not None:
             counts.prompt_tokens += len(delta.prompt_token_ids)
             counts.observe("request_prompt_tokens", len(delta.prompt_token_ids))
-        last_time = self._last_time.get(number)
+        last_time = self._last_time.get(prompt)
         for sample in delta.outputs:
             num_tokens = len(sample.token_ids)
             counts.generation_tokens += num_tokens
-            self._token_counts[number][sample.index] += num_tokens
+            self._token_counts[prompt][sample.index] += num_tokens
             if num_tokens and last_time is not None:
                 seconds = (now - last_time) / num_tokens
                 counts.observe("inter_token_latency_seconds", seconds, num_tokens)
@@ -102,27 +102,27 @@ class RequestRecord:
                 counts.finished[sample.finish_reason] += 1
         if last_time is None and delta.outputs and delta.outputs[0].token_ids:
             counts.observe("time_to_first_token_seconds", now - self._start)
-        self._last_time[number] = now
+        self._last_time[prompt] = now
         if delta.metrics is not None:
             counts.cached_tokens += delta.metrics.num_cached_tokens
             counts.preemptions += delta.metrics.num_preemptions
             counts.observe("e2e_request_latency_seconds", now - self._start)
-            self._observe_phases(delta.metrics, [*self._token_counts.pop(number, {}).values()])
+            self._observe_phases(delta.metrics, [*self._token_counts.pop(prompt, {}).values()])
 
     def _observe_phases(self, metrics: RequestMetrics, token_counts: Sequence[int]) -> None:
         """Count the phases of a prompt that has ended; `token_counts` are those of its samples."""
-        counts, queued, first_token = self._counts, metrics.queue_time, metrics.time_to_first_token
+        counts, wait, first_token = self._counts, metrics.queue_time, metrics.time_to_first_token
         for num_tokens in token_counts:
             counts.observe("request_generation_tokens", num_tokens)
-        if queued is None:
+        if wait is None:
             return  # no sample got a slot
-        counts.observe("request_queue_time_seconds", queued)
+        counts.observe("request_queue_time_seconds", wait)
         if first_token is None or not metrics.tokens_per_second:
             return
         end = max(sum(token_counts) / metrics.tokens_per_second, first_token)
-        counts.observe("request_prefill_time_seconds", first_token - queued)
+        counts.observe("request_prefill_time_seconds", first_token - wait)
         counts.observe("request_decode_time_seconds", end - first_token)
-        counts.observe("request_inference_time_seconds", end - queued)
+        counts.observe("request_inference_time_seconds", end - wait)
         if max(token_counts) > 1:
             mean = (end - first_token) / (max(token_counts) - 1)
             counts.observe("request_time_per_output_token_seconds", mean)
@@ -134,7 +134,7 @@ class EngineCollector(Collector):
     def __init__(self, engine: AsyncEngine, counts: Counts, model: str) -> None:
         self._engine, self._counts, self._model = engine, counts, model
         pool, config = engine.engine.scheduler.pool, engine.config
-        self._cache = {  # names of vLLM, also on a CPU
+        self._cache = {  # vLLM's names, which say `gpu` also on a CPU
             "block_size": pool.block_size, "num_gpu_blocks": pool.num_blocks,
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.memory_fraction, "cache_dtype": "auto",

@@ -447,8 +447,8 @@ def _read_structure(body: GenerationFields) -> tuple[Mapping[str, Any] | None, d
             value = schema and schema.schema_
             if value is None:
                 raise RequestError(client_name, None, "a JSON schema")
-    options = [f"structured_outputs.{option}" for option in space_options]
-    client_names = dict(zip(options, options, strict=True))
+    option_names = [f"structured_outputs.{option}" for option in space_options]
+    client_names = dict(zip(option_names, option_names, strict=True))
     client_names |= {"structured_outputs": name, f"structured_outputs.{kind}": client_name}
     return {kind: value, **space_options}, client_names
 

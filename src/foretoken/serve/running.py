@@ -234,10 +234,10 @@ async def run(
         merged: AsyncGenerator[Any, None] = streams[0] if is_single else _merge(streams)
         async with aclosing(merged):
             async for item in merged:
-                number, delta = (0, item) if is_single else item
+                index, delta = (0, item) if is_single else item
                 if delta.error is not None:
                     raise delta.error
-                yield PromptDelta(number, request.read(delta))
+                yield PromptDelta(index, request.read(delta))
 
 
 async def _prepare_prompt(
@@ -298,11 +298,11 @@ async def _merge(
     """The deltas of several streams in order of arrival, with the index of the stream."""
     queue: asyncio.Queue[PromptDelta | Exception] = asyncio.Queue()
 
-    async def pump(number: int, stream: AsyncGenerator[RequestDelta, None]) -> None:
+    async def pump(index: int, stream: AsyncGenerator[RequestDelta, None]) -> None:
         try:
             async with aclosing(stream):
                 async for delta in stream:
-                    queue.put_nowait(PromptDelta(number, delta))
+                    queue.put_nowait(PromptDelta(index, delta))
         except Exception as error:
             queue.put_nowait(error)
 

@@ -108,25 +108,25 @@ class EventReader:
 
     def read(self, item: PromptDelta) -> list[Event]:
         """The events of a delta: one per choice with news, or with `split_tokens` one per token."""
-        (number, delta), events = item, []
+        (prompt_index, delta), events = item, []
         self.usage.count(delta)
         if delta.prompt_token_ids is not None:
-            self._prompts[number] = delta
+            self._prompts[prompt_index] = delta
         if delta.prompt_logprobs is not None:
-            self._unsent_logprobs[number] = delta.prompt_logprobs
+            self._unsent_logprobs[prompt_index] = delta.prompt_logprobs
         for sample in delta.outputs:
-            index = number * self._generation.params.n + sample.index
+            index = prompt_index * self._generation.params.n + sample.index
             parser = self._parsers.get(index)
             echo = logprobs = ids = None
             if parser is None:
-                parser, prompt_delta = PlainParser(), self._prompts[number]
+                parser, prompt_delta = PlainParser(), self._prompts[prompt_index]
                 if self._generation.parsing is not None:
                     parser = self._generation.parsing.new_parser(prompt_delta.prompt or "")
                 self._parsers[index] = parser
                 echo = prompt_delta if self._generation.echo else None
                 ids = prompt_delta.prompt_token_ids if self._generation.return_token_ids else None
             if sample.index == 0:
-                logprobs = self._unsent_logprobs.pop(number, None)
+                logprobs = self._unsent_logprobs.pop(prompt_index, None)
             for piece in split_tokens(sample) if self._generation.split_tokens else (sample,):
                 events.append(Event(index, parser.feed(piece), piece, echo, logprobs, ids))
                 echo = logprobs = ids = None

@@ -88,10 +88,10 @@ def named_event(name: str, data: dict[str, Any]) -> Iterator[bytes]:
     yield b"\n\n"
 
 
-def error_event(refused: Refusal, number: int) -> Iterator[bytes]:
-    """The event that ends a failed stream of the Responses API, after `number` other events."""
+def error_event(refused: Refusal, num_events: int) -> Iterator[bytes]:
+    """The event that ends a failed stream of the Responses API, after `num_events` events."""
     fields = {"code": refused.code, "message": refused.message, "param": refused.param}
-    return named_event("error", {"type": "error", "sequence_number": number, **fields})
+    return named_event("error", {"type": "error", "sequence_number": num_events, **fields})
 
 
 class ResponsesWriter(NamedEvents):

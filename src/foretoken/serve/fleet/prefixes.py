@@ -36,12 +36,12 @@ class PrefixIndex(Generic[Id]):
         The length is in chunks. If no replica has computed a beginning, the result is None and 0.
         """
         best: tuple[Id | None, int] = (None, 0)
-        for number, key in enumerate(_chunk_keys(prompt)):
+        for index, key in enumerate(_chunk_keys(prompt)):
             replica = self._replicas.get(key)
             if replica is None:
                 break
             if replica in replicas:
-                best = (replica, number + 1)
+                best = (replica, index + 1)
         return best
 
     def add(self, prompt: str, replica: Id) -> None:

@@ -288,7 +288,7 @@ def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> No
         ({"top_k": -2}, "top_k", "-2"),
         ({"prompt": {"a": 1}}, "prompt", "a text, or a list."),
         ({"prompt": [[1, "a"]]}, "prompt[0][1]", "an integer."),
-        ({"prompt": []}, "prompt", "at least one"),
+        ({"prompt": []}, "prompt", "at least one prompt"),
         ({"prompt": ["a", ""]}, "prompt", "at least one token"),
         ({"prompt": [5000]}, "prompt", "[0, 4096)"),
         ({"store": 1, "best_of": 2}, "best_of", "left out, or 1. Ask for `n` samples"),

@@ -295,7 +295,7 @@ def test_a_server_that_ends_lets_answers_be_completed(target: Path) -> None:
     with child(target) as server:
         threads, found = long_streams(server, 3, 90)
         assert server.end() == 0
-        assert server.said.endswith("Ended: all is answered.\n")
+        assert server.said.endswith("Ended: no request was cut off.\n")
         for thread in threads:
             thread.join()
         assert [text for _, text in found if '"finish_reason":"length"' not in text] == []
@@ -349,7 +349,7 @@ def test_a_server_that_is_idle_is_gone_at_once() -> None:
             assert answer.status_code == 200
             begin = time.monotonic()
             process.terminate()
-            assert any("Ended: all is answered." in line for line in process.stderr)
+            assert any("Ended: no request was cut off." in line for line in process.stderr)
             stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii")
             before = int(stat.rpartition(")")[2].split()[11]) / os.sysconf("SC_CLK_TCK")
             _, code, usage = os.wait4(process.pid, 0)

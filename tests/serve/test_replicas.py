@@ -178,7 +178,7 @@ def test_two_versions_in_a_cluster_are_named() -> None:
     ended = command("tests.serve.ray_child", "other_version")
     assert ended.returncode == 2
     last = ended.stderr.strip().splitlines()[-1]
-    assert "0.0.1, the version that deploys it" in last
+    assert "0.0.1, the version that deploys the replica" in last
     assert "Install one version" in last
 
 

@@ -33,7 +33,7 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+?)\.?(?::\d*)?")
 
 
 class RootPath:
-    """Adds `--root-path` to paths without it: ASGI demands it, and some proxies remove it."""
+    """Adds `--root-path` to paths without it: ASGI demands this prefix, some proxies remove it."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root
@@ -49,7 +49,7 @@ class RootPath:
 
 
 class KeyCheck:
-    """Answers 401 to requests without one of the keys."""
+    """Answers 401 to requests without one of the keys, except to `KEYLESS_PATHS`."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
@@ -83,7 +83,7 @@ class HostCheck:
             allowed = ", ".join(["localhost, 127.0.0.1, [::1]", *sorted(self._allowed)])
             message = (
                 f"`Host` is {host[:200]!r}. It must be one of {allowed}, so that web sites cannot "
-                "use a server without a key. Start it with --allowed-hosts or --api-key."
+                "use a server without a key. Start the server with --allowed-hosts or --api-key."
             )
             refusal = Refusal(421, message, "invalid_request_error", "Host", "host_not_allowed")
             await refusal.response(scope)(scope, receive, send)

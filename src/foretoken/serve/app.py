@@ -1,4 +1,4 @@
-"""The ASGI application over an engine, and the middleware that a front has, too."""
+"""The ASGI application over an engine, and the middleware that a fleet's front has, too."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def build_app(
     engine: AsyncEngine, options: ServeOptions, *,
     guarded: bool = True, life: Lifetime | None = None,
 ) -> FastAPI:  # fmt: skip
-    """OpenAI's API over an engine; `ConfigError` if the options do not allow the engine's rule.
+    """The HTTP APIs over an engine; `ConfigError` if the options do not fit the engine.
 
     When the application ends, it closes the engine.
 
     Args:
         guarded: whether the application checks access and logs requests. In a fleet, the front does
             both, and the replicas do not.
-        life: a lifetime for the open requests; None: a new one.
+        life: the lifetime of the open requests; None: a new `Lifetime`.
     """
 
     @asynccontextmanager
@@ -62,7 +62,7 @@ def build_app(
 
 
 def access_middleware(options: ServeOptions) -> list[tuple[Any, dict[str, Any]]]:
-    """Middleware for access and logs, with arguments. The last one sees a request first."""
+    """Classes of middleware and their arguments. The last middleware sees a request first."""
     middleware: list[tuple[Any, dict[str, Any]]] = []
     if options.keys:
         middleware.append((KeyCheck, {"keys": options.keys}))

@@ -94,5 +94,5 @@ def start_replicas(
 
 
 def prepare_own_cluster() -> None:
-    """Set what Ray reads when it is imported, for a Ray cluster of this command only."""
+    """Set the variables that Ray reads at its import, for a Ray cluster of this command only."""
     set_in_environment(**_RAY_VARIABLES, RAY_AUTH_TOKEN=secrets.token_hex(32))

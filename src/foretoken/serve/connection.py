@@ -43,7 +43,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arrival_timer = self._start_timer(self._end_late)  # also for one that sends nothing
+        self._arrival_timer = self._start_timer(self._end_late)  # also if no byte ever comes
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes of a request, but drop them while another request is answered."""
@@ -168,7 +168,7 @@ class Connection(HttpToolsProtocol):
         return Refusal(431, message, "invalid_request_error")
 
     def _refuse(self, refused: Refusal) -> None:
-        """Send the refusal, if no answer has begun, and close the connection."""
+        """Send the refusal, unless an answer is being sent, and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:

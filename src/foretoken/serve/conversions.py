@@ -32,7 +32,7 @@ from foretoken.serve.protocol.messages import (
 from foretoken.serve.protocol.responses import ITEMS, AllowedFunctions, InputText, ResponsesBody
 from foretoken.serve.requests import GenerationRequest, ServedModel, read_chat
 
-_IN_RESPONSES = {
+_IN_RESPONSES = {  # names of fields, by their names in a chat
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
@@ -40,7 +40,7 @@ _IN_RESPONSES = {
     "tool_choice.function.name": "tool_choice.name",
     "tool_choice.allowed_tools": "tool_choice.tools",
 }
-_IN_MESSAGES = {
+_IN_MESSAGES = {  # as `_IN_RESPONSES`
     "stop": "stop_sequences",
     "tool_choice.function.name": "tool_choice.name",
     "response_format": "output_config.format",
@@ -212,12 +212,12 @@ def _tool_choice(choice: MessageToolChoice | None) -> tuple[Any, bool | None]:
 
 
 def _chat_messages(place: str, turn: Turn) -> list[dict[str, Any]]:
-    """The messages of a chat from a turn, one for each tool result; `place` is for errors."""
+    """A turn as a chat's messages: one per tool result, one for the rest; `place` is for errors."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    kinds = BLOCKS[turn.role]
+    classes = BLOCKS[turn.role]
     blocks = [
-        read_item(kinds, f"{place}.content[{i}]", block) for i, block in enumerate(turn.content)
+        read_item(classes, f"{place}.content[{i}]", block) for i, block in enumerate(turn.content)
     ]
     messages = []
     for block in blocks:
@@ -240,22 +240,24 @@ def _chat_messages(place: str, turn: Turn) -> list[dict[str, Any]]:
 T = TypeVar("T", bound=Fields)
 
 
-def read_item(kinds: Mapping[str, type[T]], place: str, item: Any, default: str | None = None) -> T:
+def read_item(
+    classes: Mapping[str, type[T]], place: str, item: Any, default: str | None = None
+) -> T:
     """An item or block as an object of the class that its `type`, or else `default`, names.
 
     Fields that are null are ignored, since clients send earlier answers back with nulls.
 
     Args:
-        kinds: the classes by `type`.
+        classes: the classes by `type`.
         place: the item's name in errors.
     """
     if not isinstance(item, dict):
         raise RequestError(place, item, "an object")
-    kind = item.get("type", default)
-    if not isinstance(kind, str) or kind not in kinds:
-        raise RequestError(f"{place}.type", kind, f"one of {', '.join(kinds)}")
+    name = item.get("type", default)
+    if not isinstance(name, str) or name not in classes:
+        raise RequestError(f"{place}.type", name, f"one of {', '.join(classes)}")
     try:
         fields = {key: value for key, value in item.items() if value is not None}
-        return kinds[kind].model_validate(fields)
+        return classes[name].model_validate(fields)
     except ValidationError as error:
-        raise field_error(kinds[kind], error.errors(), place) from None
+        raise field_error(classes[name], error.errors(), place) from None

@@ -73,7 +73,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 @serve.ingress()
 class Ingress:
-    """The application between Ray Serve's proxies and the engines, in the order of the models."""
+    """The application between Ray Serve's proxies and the `engines` of the fleet's models."""
 
     def __init__(self, fleet: Fleet, *engines: DeploymentHandle) -> None:
         configure_logging(fleet.server.log_level)
@@ -101,7 +101,7 @@ class Ingress:
 
 
 def engine_deployment(model: FleetModel, server: ServeOptions, needs: Needs) -> serve.Application:
-    """The Ray deployment of one model: each replica has an engine and gets what it needs."""
+    """The Ray deployment of one model: a replica has one engine, and the resources in `needs`."""
     scale, config = model.scale, model.engine
     config = replace(config, device="cuda" if needs.gpus else "cpu")
     if not needs.gpus and config.threads is None:
@@ -138,7 +138,7 @@ def engine_deployment(model: FleetModel, server: ServeOptions, needs: Needs) -> 
 
 
 def cluster_needs(fleet: Fleet) -> list[Needs]:
-    """The needs of each model's replicas; `ConfigError` if the cluster has too little for all."""
+    """What a replica of each model needs; `ConfigError` for wrong options or lack of resources."""
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     needs = [compute_needs(model, has_gpus=has_gpus) for model in fleet.models]
     if not fleet.grows:

@@ -92,7 +92,7 @@ class Refusal(NamedTuple):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def response(self, scope: Scope | None = None) -> Response:
-        """The error as a response, in Anthropic's shape if the request's path is of that API."""
+        """The error as a response; in Anthropic's shape for a request to `/v1/messages`."""
         is_anthropic = scope is not None and path_without_root(scope).startswith("/v1/messages")
         body = self.anthropic if is_anthropic else self.openai
         # ASCII, since a quoted value can be invalid Unicode.
@@ -113,7 +113,7 @@ def error_responses(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
 
 
 class UnavailableError(ForetokenError):
-    """The server cannot answer now: it ends, or is too busy."""
+    """The server cannot answer now: it ends, is too busy, or has no replica that answers."""
 
 
 class UnknownModelError(RequestError):
@@ -142,7 +142,7 @@ def refusal(error: BaseException) -> Refusal:
 
 
 def public_message(error: ForetokenError) -> str:
-    """An error's message for clients: without the text of an error that can quote other clients."""
+    """An error's message for clients; a general message if the error can quote other clients."""
     for kind, message in _BATCH_ERRORS.items():
         if isinstance(error, kind):
             return f"{message} The server's log says where."
@@ -160,7 +160,7 @@ def _log_error(summary: str, error: BaseException) -> None:
 
 @contextmanager
 def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Have a `RequestError` name its field as the client wrote it; `names`: {our name: theirs}."""
+    """Give the field of a `RequestError` its name in the body; `names`: {our name: that name}."""
     try:
         yield
     except RequestError as error:
@@ -172,8 +172,8 @@ def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def install(app: FastAPI) -> None:
-    """Have the application answer three kinds of exceptions by a `Refusal`: of invalid bodies, of
-    HTTP, and our own. `BodyLimits` answers all other exceptions."""
+    """Have the application answer invalid bodies, `HTTPException` and `ForetokenError` by a
+    `Refusal`. `BodyLimits` answers all other exceptions."""
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
@@ -196,11 +196,11 @@ def install(app: FastAPI) -> None:
 
 
 def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:
-    """The refusal of a body that does not fit the schema; it names the first wrong field."""
+    """The refusal of a body that is no JSON object, or does not fit the schema."""
     first_error = errors[0]
     cause = first_error.get("ctx", {}).get("error")
-    is_named = len(first_error["loc"]) > 1 or isinstance(cause, RequestError)
-    if first_error["type"] != "json_invalid" and is_named:
+    has_field = len(first_error["loc"]) > 1 or isinstance(cause, RequestError)
+    if first_error["type"] != "json_invalid" and has_field:
         kind = get_type_hints(request.scope["endpoint"])["body"]
         return refusal(field_error(kind, [{**e, "loc": e["loc"][1:]} for e in errors]))
     bound = "a JSON object, sent as `Content-Type: application/json`"
@@ -246,7 +246,7 @@ def field_error(kind: type[Fields], errors: Sequence[Any], place: str = "") -> R
 def _field_at(
     kind: type[Fields], loc: Sequence[str | int], name: str
 ) -> tuple[str, dict[str, Any]]:
-    """The client's name of the field at a pydantic `loc`, and the fields of an object there.
+    """The client's name of the field at a pydantic `loc`, and this field's own fields, if any.
 
     `name` and `kind` are the name and the type of the object at which `loc` begins. Parts of `loc`
     that are a union's members or a map's keys are no part of the client's name.

@@ -24,14 +24,14 @@ from foretoken.serve.sse import in_thread_if_long
 
 METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 _QUOTE = 2
-_DEPTH_CHANGES = np.zeros(256, np.int8)  # by byte; `_QUOTE` for a quote
+_DEPTH_CHANGES = np.zeros(256, np.int8)  # of the depth, by byte; `_QUOTE` for a quote
 _DEPTH_CHANGES[[*b"[{"]], _DEPTH_CHANGES[[*b"]}"]], _DEPTH_CHANGES[ord('"')] = 1, -1, _QUOTE
 
 
 class BodyLimits:
-    """Reads each body, refuses it if it exceeds a limit, and passes it on in one piece.
+    """Reads a body, refuses it if it exceeds a limit or is not UTF-8, or passes it on in one piece.
 
-    An exception of the application becomes an answer, if none has begun.
+    An exception of the application becomes a refusal, if no answer has begun.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, max_model_len: int) -> None:
@@ -57,12 +57,12 @@ class BodyLimits:
             elif body is not None:  # else the client has left
                 await self._app(scope, _replay(body, receive), send_watched)
         except Exception as error:
-            refused = refusal(error)  # also logs the error
+            refused = refusal(error)  # also logs bugs and faults of the engine
             if not has_begun:
                 await refused.response(scope)(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
-        """The body, or the refusal if it exceeds a limit; None if the client disconnects."""
+        """The body; a refusal if it is too long or `_check` refuses it; None: the client left."""
         limit = self._options.max_body_bytes
         length = Headers(scope=scope).get("content-length", "0")
         parts, size = [], int(length) if length.isdecimal() and len(length) < 20 else 0
@@ -82,7 +82,7 @@ class BodyLimits:
         return await in_thread_if_long(size, self._check, body) or body
 
     def _check(self, body: bytes) -> Refusal | None:
-        """The refusal of a body that would take too long to parse."""
+        """A refusal of a body that is not UTF-8 or would take too long to parse; else None."""
         if not json.detect_encoding(body).startswith("utf-8"):  # else brackets cannot be counted
             text = "The body must be UTF-8."
             return Refusal(400, text, "invalid_request_error", code="body_not_utf8")
@@ -127,7 +127,7 @@ class JsonRoute(APIRoute):
 
 
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
-    """The body as an object of class `kind`; raises the errors that FastAPI would raise."""
+    """The body, by `_parse`; `HTTPException` for a body with a `Content-Encoding`."""
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding != "identity":
         raise HTTPException(415, f"Send the body without `Content-Encoding: {coding}`.")
@@ -140,7 +140,7 @@ async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
 
 
 def _parse(body: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
-    """The body as an object of class `kind`, which refuses a body that is not sent as JSON."""
+    """The body as an object of class `kind`; `RequestValidationError` if it is no such JSON."""
     try:
         if body and is_json:
             # Python also reads NaN and 1e999, but the JSON of an answer cannot have them.

@@ -91,7 +91,7 @@ class RequestLog:
 
 
 def log_fields(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields for a request's line in the log; a front's `state` has those that the replica sent."""
+    """Fields for a request's line in the log; a front's `state` has the replica's fields."""
     fields: dict[str, Any] = {**state.get("log_fields", {})}
     if answer_id := state.get("answer_id"):
         fields["answer_id"] = answer_id

@@ -81,20 +81,20 @@ class RequestRecord:
         self._start = time.perf_counter()
         self._last_time: dict[int, float] = {}  # by prompt: when the last delta came
         # By prompt: the number of tokens of each sample.
-        self._sizes: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._token_counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
 
     def observe(self, item: PromptDelta) -> None:
         """Count a delta, as if its tokens were evenly spread over the time since the last delta."""
-        number, delta = item
+        prompt, delta = item
         counts, now = self._counts, time.perf_counter()
         if delta.prompt_token_ids is not None:
             counts.prompt_tokens += len(delta.prompt_token_ids)
             counts.observe("request_prompt_tokens", len(delta.prompt_token_ids))
-        last_time = self._last_time.get(number)
+        last_time = self._last_time.get(prompt)
         for sample in delta.outputs:
             num_tokens = len(sample.token_ids)
             counts.generation_tokens += num_tokens
-            self._sizes[number][sample.index] += num_tokens
+            self._token_counts[prompt][sample.index] += num_tokens
             if num_tokens and last_time is not None:
                 seconds = (now - last_time) / num_tokens
                 counts.observe("inter_token_latency_seconds", seconds, num_tokens)
@@ -102,29 +102,29 @@ class RequestRecord:
                 counts.finished[sample.finish_reason] += 1
         if last_time is None and delta.outputs and delta.outputs[0].token_ids:
             counts.observe("time_to_first_token_seconds", now - self._start)
-        self._last_time[number] = now
+        self._last_time[prompt] = now
         if delta.metrics is not None:
             counts.cached_tokens += delta.metrics.num_cached_tokens
             counts.preemptions += delta.metrics.num_preemptions
             counts.observe("e2e_request_latency_seconds", now - self._start)
-            self._observe_phases(delta.metrics, [*self._sizes.pop(number, {}).values()])
+            self._observe_phases(delta.metrics, [*self._token_counts.pop(prompt, {}).values()])
 
-    def _observe_phases(self, metrics: RequestMetrics, sizes: Sequence[int]) -> None:
-        """Count the phases of a prompt that has ended, with samples of these numbers of tokens."""
-        counts, queued, first_token = self._counts, metrics.queue_time, metrics.time_to_first_token
-        for size in sizes:
-            counts.observe("request_generation_tokens", size)
-        if queued is None:
+    def _observe_phases(self, metrics: RequestMetrics, token_counts: Sequence[int]) -> None:
+        """Count the phases of a prompt that has ended; `token_counts` are those of its samples."""
+        counts, wait, first_token = self._counts, metrics.queue_time, metrics.time_to_first_token
+        for num_tokens in token_counts:
+            counts.observe("request_generation_tokens", num_tokens)
+        if wait is None:
             return  # no sample got a slot
-        counts.observe("request_queue_time_seconds", queued)
+        counts.observe("request_queue_time_seconds", wait)
         if first_token is None or not metrics.tokens_per_second:
             return
-        end = max(sum(sizes) / metrics.tokens_per_second, first_token)
-        counts.observe("request_prefill_time_seconds", first_token - queued)
+        end = max(sum(token_counts) / metrics.tokens_per_second, first_token)
+        counts.observe("request_prefill_time_seconds", first_token - wait)
         counts.observe("request_decode_time_seconds", end - first_token)
-        counts.observe("request_inference_time_seconds", end - queued)
-        if max(sizes) > 1:
-            mean = (end - first_token) / (max(sizes) - 1)
+        counts.observe("request_inference_time_seconds", end - wait)
+        if max(token_counts) > 1:
+            mean = (end - first_token) / (max(token_counts) - 1)
             counts.observe("request_time_per_output_token_seconds", mean)
 
 
@@ -134,7 +134,7 @@ class EngineCollector(Collector):
     def __init__(self, engine: AsyncEngine, counts: Counts, model: str) -> None:
         self._engine, self._counts, self._model = engine, counts, model
         pool, config = engine.engine.scheduler.pool, engine.config
-        self._cache = {  # names of vLLM, also on a CPU
+        self._cache = {  # vLLM's names, which say `gpu` also on a CPU
             "block_size": pool.block_size, "num_gpu_blocks": pool.num_blocks,
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.memory_fraction, "cache_dtype": "auto",
@@ -145,16 +145,16 @@ class EngineCollector(Collector):
         yield self._gauge("num_requests_running", "Samples that compute.", status.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait.", status.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Blocks held, 0..1.", status.kv_cache_usage)
-        drafts = self._engine.metrics
+        metrics = self._engine.metrics
         totals = {
             "prompt_tokens": ("Tokens of prompts.", counts.prompt_tokens),
             "generation_tokens": ("Tokens generated.", counts.generation_tokens),
             "prefix_cache_queries": ("Prompt tokens looked up.", counts.prompt_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the cache.", counts.cached_tokens),
             "num_preemptions": ("Samples computed again.", counts.preemptions),
-            "spec_decode_num_drafts": ("Verifications with drafts.", drafts.num_drafts),
-            "spec_decode_num_draft_tokens": ("Tokens drafted.", drafts.num_draft_tokens),
-            "spec_decode_num_accepted_tokens": ("Drafts accepted.", drafts.num_accepted_tokens),
+            "spec_decode_num_drafts": ("Verifications with drafts.", metrics.num_drafts),
+            "spec_decode_num_draft_tokens": ("Tokens drafted.", metrics.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Drafts accepted.", metrics.num_accepted_tokens),
         }
         for name, (text, value) in totals.items():
             yield self._counter(f"vllm:{name}", text, {"": value})
@@ -169,7 +169,7 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
         family.add_metric([self._model, *map(str, self._cache.values())], 1)
         yield family
-        yield from self._speculation(drafts)
+        yield from self._speculation(metrics)
 
     def _speculation(self, metrics: SpeculationMetrics) -> Iterator[Metric]:
         per_position = {

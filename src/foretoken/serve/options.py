@@ -1,4 +1,4 @@
-"""Options of `foretoken serve`, except those of the engine. No FastAPI."""
+"""Options of `foretoken serve`, except those of the engine."""
 
 from __future__ import annotations
 

@@ -56,11 +56,11 @@ class ServedModel:
     Attributes:
         names: names of the model; answers use the first.
         root: the engine's option `model`.
-        max_model_len: longest prompt and output together, in tokens.
+        max_model_len: most tokens of a prompt and its output together.
         num_drafts: K of the engine, or the maximum of K if it is `auto`; 0: nothing is drafted.
-        defaults: parameters of a request that sets none.
+        defaults: parameters of a request that sets no parameters.
         predictors: names of the drafters that use a request's `prediction`.
-        drafter: the drafter of requests that name none.
+        drafter: the drafter of requests that name no drafter.
         format: how the model writes messages.
     """
 
@@ -76,7 +76,7 @@ class ServedModel:
 
     @classmethod
     def from_engine(cls, engine: AsyncEngine, options: ServeOptions) -> ServedModel:
-        """The model of this engine; `ConfigError` if `options` do not allow the engine's rule."""
+        """The model of this engine; `ConfigError` if `options` do not fit its rule or tokenizer."""
         options.check_engine(engine.config)
         limits, root = engine.engine.limits, engine.config.model
         return cls(
@@ -151,7 +151,7 @@ def read_completion(body: CompletionBody, served: ServedModel) -> GenerationRequ
     is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
     prompts = (prompt,) if is_single else tuple(prompt)
     if not prompts:
-        raise RequestError("prompt", prompt, "at least one")
+        raise RequestError("prompt", prompt, "at least one prompt")
     param_values: dict[str, Any] = {}
     if body.logprobs is not None:
         param_values["logprobs"] = body.logprobs
@@ -191,7 +191,7 @@ def read_chat(body: ChatBody, served: ServedModel) -> GenerationRequest:
 def _with_allowed_tools(body: ChatBody) -> ChatBody:
     """The body without the tools that `allowed_tools` does not name.
 
-    In a body without tools, a `tool_choice` that does not demand a call is removed.
+    Without tools, `tool_choice` and `parallel_tool_calls` are removed, if no call is demanded.
     """
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
@@ -213,7 +213,7 @@ def _with_allowed_tools(body: ChatBody) -> ChatBody:
 def _with_parsing(
     generation: GenerationRequest, tools: ToolUse, form: MessageFormat
 ) -> GenerationRequest:
-    """The request with `parsing`, and with a grammar if calls need one.
+    """The request with `parsing`, and with a grammar if its calls need a grammar.
 
     A grammar holds from the first token, so an answer under a grammar has no reasoning.
     """
@@ -264,18 +264,18 @@ def check_size(generation: GenerationRequest, served: ServedModel) -> None:
     for name, value in generation.template.items():
         if name != "chat_template":  # a trusted text: see `chat_options`
             check_text(name, value, served)
-    for name, limit in _MAX_TEXTS.items():
-        if (count := len(getattr(params, name))) > limit:
-            raise RequestError(name, f"{count} texts", f"at most {limit}", "Leave some out.")
+    for name, max_texts in _MAX_TEXTS.items():
+        if (count := len(getattr(params, name))) > max_texts:
+            raise RequestError(name, f"{count} texts", f"at most {max_texts}", "Leave some out.")
 
 
 def check_text(name: str, text: Any, served: ServedModel) -> None:
-    """Raise `RequestError` if a text has more characters, or token ids, than a context can hold."""
+    """Raise `RequestError` if a text has more characters, or token ids, than the options allow."""
     count, limit = _num_chars(text), served.options.max_prompt_chars or 64 * served.max_model_len
     if count > limit:
         bound = f"at most {limit}, for a context of {served.max_model_len} tokens"
-        kind = CapacityError if name in ("prompt", "messages") else RequestError
-        raise kind(name, f"{count} characters", bound, "Shorten it.")
+        error_type = CapacityError if name in ("prompt", "messages") else RequestError
+        raise error_type(name, f"{count} characters", bound, "Shorten it.")
 
 
 def _num_chars(value: Any) -> int:
@@ -289,7 +289,7 @@ def _num_chars(value: Any) -> int:
 
 
 def chat_options(body: ChatBody | TokenizeBody, served: ServedModel) -> ChatOptions:
-    """Options of the chat template; `RequestError` if the model or the server has no template."""
+    """Options of the chat template; `RequestError` without a template, or for a forbidden one."""
     options: ChatOptions = {"chat_template": served.options.chat_template}
     if body.chat_template is not None:
         if not served.options.trust_request_chat_template:
@@ -306,8 +306,8 @@ def chat_options(body: ChatBody | TokenizeBody, served: ServedModel) -> ChatOpti
             options[name] = value
     variables = body.chat_template_kwargs
     if isinstance(body, ChatBody) and (effort := body.reasoning_effort) is not None:
-        thinks = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        variables = thinks | (variables or {})
+        effort_variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        variables = effort_variables | (variables or {})
     if variables is not None:
         options["chat_template_kwargs"] = variables
     return options
@@ -318,7 +318,7 @@ def _read_shared(
 ) -> GenerationRequest:
     """A request from the fields of a body that completions and chats share.
 
-    The caller has read `param_values`, the parameters in which they differ.
+    The caller has read `param_values`, the parameters in which completions and chats differ.
     """
     served.check_name(body.model)
     if body.priority and not served.options.allow_priority:
@@ -337,9 +337,9 @@ def _read_shared(
         bound = "left out with `stream`: true"
         raise RequestError("prompt_logprobs", body.prompt_logprobs, bound)
     if options is not None and not stream:
-        given = options.model_dump(exclude={"include_obfuscation"}, exclude_none=True)
-        if any(given.values()):
-            raise RequestError("stream_options", given, "left out without `stream`: true")
+        given_options = options.model_dump(exclude={"include_obfuscation"}, exclude_none=True)
+        if any(given_options.values()):
+            raise RequestError("stream_options", given_options, "left out without `stream`: true")
     splits_tokens = bool(options and options.split_tokens)
     if splits_tokens and "logprobs" not in param_values:
         param_values["logprobs"] = 0  # each token's text comes with its log-probability
@@ -375,7 +375,7 @@ def _sampling_params(
         if values.get("num_speculative_tokens") == 0:
             raise RequestError("prediction", "a text", "left out if K is 0: nothing reads it")
         if served.drafter not in served.predictors:
-            # If no drafter reads `prediction`, the engine refuses the request and says which would.
+            # If no drafter reads `prediction`, the engine's error names drafters that would.
             values.setdefault("drafter", next(iter(served.predictors), None))
         if served.predictors and values.get("drafter", served.drafter) not in served.predictors:
             bound = f"one that reads `prediction`: {', '.join(served.predictors)}"
@@ -398,7 +398,7 @@ def _speculation(speculative: Speculative | None, served: ServedModel) -> dict[s
     if speculative.rule not in (None, *LOSSLESS_METHODS) and not served.options.allow_synthetic:
         bound = f"one of {', '.join(LOSSLESS_METHODS)}"
         is_known = speculative.rule in REJECTION_SAMPLE_METHODS
-        remedy = "This server does not allow it: see --allow-synthetic." if is_known else ""
+        remedy = "This server does not allow this rule: see --allow-synthetic." if is_known else ""
         raise RequestError("rejection_sample_method", speculative.rule, bound, remedy)
     num_drafts = speculative.num_speculative_tokens
     if speculative.enabled is False:
@@ -447,8 +447,8 @@ def _read_structure(body: GenerationFields) -> tuple[Mapping[str, Any] | None, d
             value = schema and schema.schema_
             if value is None:
                 raise RequestError(client_name, None, "a JSON schema")
-    options = [f"structured_outputs.{option}" for option in space_options]
-    client_names = dict(zip(options, options, strict=True))
+    option_names = [f"structured_outputs.{option}" for option in space_options]
+    client_names = dict(zip(option_names, option_names, strict=True))
     client_names |= {"structured_outputs": name, f"structured_outputs.{kind}": client_name}
     return {kind: value, **space_options}, client_names
 
@@ -472,8 +472,8 @@ class ToolUse:
     def grammar(self, form: MessageFormat, structure: Any) -> str | None:
         """A Lark grammar of the answer: only calls if one is required, else calls or a text.
 
-        `structure` is that of a text: a JSON schema or any JSON object, or else `RequestError`. If
-        it is None and no call is required, the answer needs no grammar, and the result is None.
+        `structure` is that of a text; `RequestError` unless it is a JSON schema or any JSON object.
+        None: no call is required, and there are no functions to call or no structure.
         """
         if form.calls is None or not (self.required or (self.names and structure)):
             return None

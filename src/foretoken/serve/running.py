@@ -1,9 +1,9 @@
 """The engine's deltas for one request over HTTP, deadlines of requests, and the server's end.
 
-One request over HTTP becomes one or several requests to the engine, which end with it at the
-latest. A `GeneratingRequest` ends at a deadline if neither the client nor the model ends it. The
-`Lifetime` of a server has all open requests; the front of a fleet has one, too, with requests that
-it forwards (`fleet/front.py`).
+One request over HTTP becomes one or several requests to the engine; these end with the answer. A
+`GeneratingRequest` ends at a deadline if neither the client nor the model ends it. The `Lifetime`
+of a server has all open requests; the front of a fleet has one, too, with requests that the front
+forwards (`fleet/front.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from foretoken.serve.requests import GenerationRequest
 _GRACE_SECONDS = 5.0
 ENDING_MESSAGE = "The server ends and takes no more requests."
 CUT_MESSAGES = {
-    "queue": "No token was made within `queue_timeout`: the server is too busy.",
-    "timeout": "No token was made within `request_timeout`: the server is too busy.",
+    "queue": "No token was generated within `queue_timeout`: the server is too busy.",
+    "timeout": "No token was generated within `request_timeout`: the server is too busy.",
     "shutdown": "The server ends, and the engine did not end this request in time.",
 }
 """For requests that are refused after they were accepted, by the `reason` of `cut`."""
@@ -99,7 +99,7 @@ class Lifetime:
         return min(max(seconds, 1.0), grace)
 
     def is_over(self) -> bool:
-        """Whether the drain is over. Call it repeatedly: it ends the requests that are late."""
+        """Whether the drain is over. Call it repeatedly: each call ends late requests."""
         if self._end is None:
             return False
         seconds_late = time.monotonic() - self._end
@@ -123,9 +123,9 @@ class GeneratingRequest(OpenRequest):
 
     `cut` aborts the request in the engine; the last delta then has the tokens that were generated.
     A timeout before the first token refuses the request, even while the engine is busy with a step:
-    the task that entered the context is cancelled, and leaves it with `UnavailableError`. At the
-    server's end an accepted request is not refused: if it has no token yet, its answer is empty and
-    has the reason.
+    the task that entered the context is cancelled, and leaves it with `UnavailableError`. When the
+    server ends, an accepted request without a token gets an empty answer with the reason, and is
+    refused only if the engine does not end it in time.
 
     Args:
         name: prefix of the names of the engine's requests; a number follows.
@@ -214,8 +214,8 @@ async def run(
         if generation.messages is not None:
             if is_counted:
                 ids = await engine.encode_chat(generation.messages, **template)
-                size = len(last_tokens(ids, params, engine.engine.limits))
-                (params,) = _bound_logprobs(engine, generation, [size], max_logprobs)
+                length = len(last_tokens(ids, params, engine.engine.limits))
+                (params,) = _bound_logprobs(engine, generation, [length], max_logprobs)
             name = request.new_name()
             streams = [engine.chat(generation.messages, params, name, deltas=True, **template)]
         else:
@@ -224,8 +224,8 @@ async def run(
             )
             prompt_params = [params] * len(prompts)
             if is_counted:
-                sizes = [len(prompt["prompt_token_ids"]) for prompt in prompts]
-                prompt_params = _bound_logprobs(engine, generation, sizes, max_logprobs)
+                lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
+                prompt_params = _bound_logprobs(engine, generation, lengths, max_logprobs)
             streams = [
                 engine.generate(prompt, bounded_params, request.new_name(), deltas=True)
                 for prompt, bounded_params in zip(prompts, prompt_params, strict=True)
@@ -234,10 +234,10 @@ async def run(
         merged: AsyncGenerator[Any, None] = streams[0] if is_single else _merge(streams)
         async with aclosing(merged):
             async for item in merged:
-                number, delta = (0, item) if is_single else item
+                index, delta = (0, item) if is_single else item
                 if delta.error is not None:
                     raise delta.error
-                yield PromptDelta(number, request.read(delta))
+                yield PromptDelta(index, request.read(delta))
 
 
 async def _prepare_prompt(
@@ -249,8 +249,8 @@ async def _prepare_prompt(
     encode it without special tokens.
     """
     params, is_text = generation.params, isinstance(prompt, str)
-    is_cut, adds_special = params.truncate_prompt_tokens is not None, generation.add_special_tokens
-    if is_text and not (is_counted or is_cut or adds_special is False):
+    trims, adds_special = params.truncate_prompt_tokens is not None, generation.add_special_tokens
+    if is_text and not (is_counted or trims or adds_special is False):
         return prompt
     ids, text = prompt, None
     if is_text:
@@ -263,22 +263,22 @@ async def _prepare_prompt(
 
 
 def _bound_logprobs(
-    engine: AsyncEngine, generation: GenerationRequest, sizes: Sequence[int], limit: int
+    engine: AsyncEngine, generation: GenerationRequest, lengths: Sequence[int], limit: int
 ) -> list[SamplingParams]:
     """The parameters of each prompt; `RequestError` for more than `limit` log-probabilities.
 
-    If the request has no `max_tokens`, it becomes as large as `limit` allows. `sizes` are the
-    numbers of tokens of the prompts.
+    If the request has no `max_tokens`, answers may become as long as `limit` allows. `lengths` are
+    the numbers of tokens of the prompts.
     """
     params, limits = generation.params, engine.engine.limits
     per_prompt_token = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
     per_prompt_token *= params.n if generation.echo else 1
     per_token = 0 if generation.num_top is None else generation.num_top + 1
     per_token += generation.num_drafts + 1 if params.trace else 0
-    rooms = [min(limits.max_model_len, limits.cache_tokens) - size for size in sizes]
-    count, max_tokens = per_prompt_token * sum(sizes), params.max_tokens
+    rooms = [min(limits.max_model_len, limits.cache_tokens) - length for length in lengths]
+    count, max_tokens = per_prompt_token * sum(lengths), params.max_tokens
     if max_tokens is None:
-        per_position = per_token * params.n * len(sizes)
+        per_position = per_token * params.n * len(lengths)
         max_tokens = max(1, (limit - count) // per_position if per_position else max(rooms))
     count += per_token * params.n * sum(min(max_tokens, max(room, 0)) for room in rooms)
     if count > limit:
@@ -298,11 +298,11 @@ async def _merge(
     """The deltas of several streams in order of arrival, with the index of the stream."""
     queue: asyncio.Queue[PromptDelta | Exception] = asyncio.Queue()
 
-    async def pump(number: int, stream: AsyncGenerator[RequestDelta, None]) -> None:
+    async def pump(index: int, stream: AsyncGenerator[RequestDelta, None]) -> None:
         try:
             async with aclosing(stream):
                 async for delta in stream:
-                    queue.put_nowait(PromptDelta(number, delta))
+                    queue.put_nowait(PromptDelta(index, delta))
         except Exception as error:
             queue.put_nowait(error)
 
@@ -311,13 +311,13 @@ async def _merge(
         for i, stream in enumerate(streams):
             tasks.append(asyncio.create_task(pump(i, stream)))
             await asyncio.sleep(0)  # a stream begins with a check of parameters, which can be long
-        num_left = len(tasks)
-        while num_left:
+        num_unfinished = len(tasks)
+        while num_unfinished:
             item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             yield item
-            num_left -= item.delta.finished
+            num_unfinished -= item.delta.finished
     finally:
         for task in tasks:
             task.cancel()

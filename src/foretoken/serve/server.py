@@ -149,7 +149,7 @@ def serve(
     *,
     is_front: bool = False,
 ) -> None:
-    """Serve until a signal. The engine's threads still run then: call `exit_now` next.
+    """Serve until a signal. The engine's threads still run after that: call `exit_now` next.
 
     Args:
         lines: messages about the model, for the user.
@@ -171,7 +171,7 @@ def serve(
         say(f"WARNING: whoever reaches {shown_host} can use this server: there is no --api-key.")
     for line in lines:
         say(line)
-    say("Ctrl-C or SIGTERM ends it after open requests are answered; a second one at once.")
+    say("At Ctrl-C or SIGTERM open requests are answered; a second signal ends the server at once.")
     scheme = "https" if options.has_tls else "http"
     say(f"Serving on {scheme}://{shown_host}:{port}")
     process = Process(app, life, say, is_front=is_front)
@@ -179,7 +179,7 @@ def serve(
     if process.failure is not None:
         raise process.failure
     num_cut = life.num_cut
-    say("Ended: " + (f"{num_cut} requests were cut off." if num_cut else "all is answered."))
+    say("Ended: " + (f"{num_cut} requests were cut off." if num_cut else "no request was cut off."))
 
 
 def exit_now(code: int) -> NoReturn:

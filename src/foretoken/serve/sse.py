@@ -23,7 +23,7 @@ from foretoken.serve.errors import Refusal, refusal
 from foretoken.serve.running import PromptDelta
 
 SLICE = 0.002
-"""Seconds. The engine's thread takes the interpreter many times in a step, and each time the thread
+"""Seconds. The engine's thread takes the interpreter's lock many times in a step, and each time it
 waits for the rest of a slice of work."""
 LONG_BODY = 2**15  # bytes, which take a millisecond or two to read; starting a thread takes 0.1 ms
 DONE = b"data: [DONE]\n\n"
@@ -101,7 +101,7 @@ class AnswerWriter(Protocol):
         """The whole answer."""
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterable[bytes]:
-        """Chunks of the stream for these events; none if there is nothing to tell the client."""
+        """Chunks of the stream for these events; no chunks if there is nothing to tell."""
 
     def end(self, usage: Usage) -> Iterable[bytes]:
         """The end of the stream."""
@@ -134,7 +134,7 @@ class EventStream(StreamingResponse):
     One task takes each delta from the engine to the socket; Starlette's response makes the head.
 
     Args:
-        first, rest: the deltas.
+        first, rest: the first delta, and the other deltas.
         observe: called with each delta, to count it.
     """
 

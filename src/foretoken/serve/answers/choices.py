@@ -37,7 +37,7 @@ def _token_label(token: int, entry: Logprob, *, as_id: bool) -> str:
 
 
 def _actual_entry(row: Row) -> tuple[int, Logprob]:
-    """The first entry of a row: that of the token which the text has at this position."""
+    """The entry of the token that the text has at this position: the first entry of its row."""
     return next(iter(row.items()))
 
 
@@ -46,7 +46,7 @@ def _top_entries(row: Row, num_top: int) -> list[tuple[int, Logprob]]:
 
 
 def _prompt_logprobs(rows: Sequence[Row | None]) -> LazyList:
-    """The key `prompt_logprobs`: a row for each token, but null for the first token."""
+    """The value of `prompt_logprobs`: a row for each token, but null for the first token."""
 
     def entry_fields(entry: Logprob) -> dict[str, Any]:
         decoded = entry.decoded_token
@@ -61,28 +61,28 @@ def _prompt_logprobs(rows: Sequence[Row | None]) -> LazyList:
 def trace_dicts(traces: Iterable[TokenTrace]) -> Iterator[dict[str, Any]]:
     """The fields of each trace; its dropped drafts have the same fields, except `dropped`."""
     for trace in traces:
-        first, *dropped = (
+        token_fields, *dropped = (
             dict(zip(_TRACE_FIELDS, _trace_values(record), strict=True))
             for record in (trace, *trace.dropped)
         )
-        yield first | {"dropped": dropped}
+        yield token_fields | {"dropped": dropped}
 
 
 def _extra_fields(events: Sequence[Event], *, token_ids: bool = False) -> dict[str, Any]:
     """The fields of a choice that OpenAI's API does not have, from the events of the choice."""
     sample = events[-1].sample
-    keys: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if token_ids:
-        keys["token_ids"] = [token for event in events for token in event.sample.token_ids]
+        extra["token_ids"] = [token for event in events for token in event.sample.token_ids]
     if sample.stop_reason is not None:
-        keys["stop_reason"] = sample.stop_reason
+        extra["stop_reason"] = sample.stop_reason
     rows = next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None)
     if rows is not None and not any(event.echo for event in events):
-        keys["prompt_logprobs"] = _prompt_logprobs(rows)
+        extra["prompt_logprobs"] = _prompt_logprobs(rows)
     if sample.trace is not None:
         traces = (trace for event in events for trace in event.sample.trace or ())
-        keys["trace"] = LazyList(trace_dicts(traces))
-    return keys
+        extra["trace"] = LazyList(trace_dicts(traces))
+    return extra
 
 
 class ChunkWriter:
@@ -104,7 +104,7 @@ class ChunkWriter:
         self._head = b"data: " + dumps(head)[:-1] + b',"choices":['
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
-        """The stream's chunks for one event: each has one of these choices."""
+        """The choices that a stream sends for one event, each in its own chunk."""
         raise NotImplementedError
 
     def whole_choice(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -133,8 +133,8 @@ class ChunkWriter:
         elif self._generation.include_usage:
             tail = b'],"usage":null}\n\n'
         for event in events:
-            first_fields = self.prompt_fields([event])
-            suffix = b"]," + dumps(first_fields)[1:-1] + tail[1:] if first_fields else tail
+            prompt_fields = self.prompt_fields([event])
+            suffix = b"]," + dumps(prompt_fields)[1:-1] + tail[1:] if prompt_fields else tail
             for choice in self.chunks(event):
                 yield self._head
                 yield from pieces(choice) if has_lazy_lists else (dumps(choice),)
@@ -150,7 +150,7 @@ class ChunkWriter:
         yield b"data: " + dumps(refused.openai) + b"\n\n" + DONE
 
     def _shows_tokens(self, event: Event) -> bool:
-        """Whether a chunk is due for a token without text."""
+        """Whether tokens without text get a chunk, too."""
         has_trace = event.sample.trace is not None
         return self._num_top is not None or has_trace or self._shows_ids
 
@@ -193,7 +193,7 @@ class CompletionWriter(ChunkWriter):
         }
 
     def _logprobs(self, events: Sequence[Event]) -> dict[str, Any] | None:
-        """The key `logprobs`: lists of one item per token; `echo` adds the prompt's tokens."""
+        """The value of `logprobs`: lists of one item per token; `echo` adds the prompt's tokens."""
         if self._num_top is None:
             return None
         first_text: list[str] = []
@@ -203,9 +203,9 @@ class CompletionWriter(ChunkWriter):
             if event.echo and event.echo.prompt_logprobs:
                 prompt, ids = event.echo.prompt or "", event.echo.prompt_token_ids or []
                 prompt_rows = [row for row in event.echo.prompt_logprobs if row is not None]
-                # The prompt's first token has no row: its text is what the other rows leave.
-                num_later = sum(len(_token_text(_actual_entry(row)[1])) for row in prompt_rows)
-                first_text = [prompt[: max(0, len(prompt) - num_later)]]
+                # The prompt's first token has no row: its text precedes that of the rows.
+                num_chars = sum(len(_token_text(_actual_entry(row)[1])) for row in prompt_rows)
+                first_text = [prompt[: max(0, len(prompt) - num_chars)]]
                 first_label = [f"token_id:{ids[0]}"] if self._as_id or not prompt else first_text
                 rows += prompt_rows
             rows += event.sample.logprobs or ()
@@ -235,7 +235,7 @@ class ChatWriter(ChunkWriter):
 
     def __init__(self, generation: GenerationRequest, model: str) -> None:
         super().__init__(generation, model)
-        self._ends_with_call: dict[int, bool] = {}  # by choice that has begun
+        self._ends_with_call: dict[int, bool] = {}  # by choice, once it has begun
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []

@@ -21,8 +21,8 @@ class Event(NamedTuple):
         parts: the content, reasoning and calls in the new text.
         sample: the new tokens with their details, and why the sample ended, if it has.
         echo: with `echo`, the delta that has the prompt; only in a choice's first event.
-        prompt_logprobs: the engine's; only in one event of the prompt's first choice.
-        prompt_ids: with `return_token_ids`, the prompt's; only in a choice's first event.
+        prompt_logprobs: log-probabilities of the prompt; only once, in its first choice.
+        prompt_ids: with `return_token_ids`, the prompt's ids; only in a choice's first event.
     """
 
     choice: int
@@ -53,7 +53,7 @@ class Usage:
             self.metrics.append(delta.metrics)
 
     def body(self) -> dict[str, Any]:
-        """The key `usage` of an answer in OpenAI's shape."""
+        """The value of `usage` in an answer in OpenAI's shape."""
         predictions = [metrics.drafters.get("prediction") for metrics in self.metrics]
         counts = [count for count in predictions if count is not None]
         # The engine also counts accepted drafts after the token that ended the answer.
@@ -74,12 +74,12 @@ class Usage:
         }
 
     def speculation(self) -> dict[str, Any]:
-        """The key `metrics` of an answer, as load generators read it; null for several samples."""
+        """The value of `metrics` in an answer; null without drafts, or for several samples."""
         num_drafts, num_samples = self._generation.num_drafts, self._generation.params.n
         if len(self.metrics) != 1 or num_samples > 1 or not num_drafts:
             return {"speculative_decoding": None}
         metrics = self.metrics[0]
-        # By i: the steps in which at least i drafts were accepted.
+        # At i: the number of steps in which at least i drafts were accepted.
         steps_by_min_accepted = [metrics.num_drafts, *metrics.accepted_per_position]
         steps_by_min_accepted += [0] * (num_drafts + 2 - len(steps_by_min_accepted))
         return {
@@ -107,26 +107,26 @@ class EventReader:
         self._unsent_logprobs: dict[int, Any] = {}  # by prompt
 
     def read(self, item: PromptDelta) -> list[Event]:
-        """The events of a delta: one for each choice that has news, or for each of its tokens."""
-        (number, delta), events = item, []
+        """The events of a delta: one per choice with news, or with `split_tokens` one per token."""
+        (prompt_index, delta), events = item, []
         self.usage.count(delta)
         if delta.prompt_token_ids is not None:
-            self._prompts[number] = delta
+            self._prompts[prompt_index] = delta
         if delta.prompt_logprobs is not None:
-            self._unsent_logprobs[number] = delta.prompt_logprobs
+            self._unsent_logprobs[prompt_index] = delta.prompt_logprobs
         for sample in delta.outputs:
-            index = number * self._generation.params.n + sample.index
+            index = prompt_index * self._generation.params.n + sample.index
             parser = self._parsers.get(index)
             echo = logprobs = ids = None
             if parser is None:
-                parser, prompt = PlainParser(), self._prompts[number]
+                parser, prompt_delta = PlainParser(), self._prompts[prompt_index]
                 if self._generation.parsing is not None:
-                    parser = self._generation.parsing.new_parser(prompt.prompt or "")
+                    parser = self._generation.parsing.new_parser(prompt_delta.prompt or "")
                 self._parsers[index] = parser
-                echo = prompt if self._generation.echo else None
-                ids = prompt.prompt_token_ids if self._generation.return_token_ids else None
+                echo = prompt_delta if self._generation.echo else None
+                ids = prompt_delta.prompt_token_ids if self._generation.return_token_ids else None
             if sample.index == 0:
-                logprobs = self._unsent_logprobs.pop(number, None)
+                logprobs = self._unsent_logprobs.pop(prompt_index, None)
             for piece in split_tokens(sample) if self._generation.split_tokens else (sample,):
                 events.append(Event(index, parser.feed(piece), piece, echo, logprobs, ids))
                 echo = logprobs = ids = None
@@ -135,7 +135,7 @@ class EventReader:
 
 
 def split_tokens(sample: CompletionDelta) -> Iterator[CompletionDelta]:
-    """A delta of several tokens as one delta per token; together they have the same text.
+    """A delta with log-probabilities as one delta per token; other deltas are not split.
 
     A token gets its decoded text if the delta's text continues with that. If not, for example
     within a character or a stop string, a later token gets this text.

@@ -23,7 +23,7 @@ from foretoken.serve.sse import Choices, LazyList, pieces
 
 
 class NamedEvents:
-    """Writes an answer by events that each add to it, so that a stream equals the whole answer."""
+    """Builds an answer by events, so that the events of a stream add up to the whole answer."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self._answer, self._has_begun = answer, False
@@ -88,10 +88,10 @@ def named_event(name: str, data: dict[str, Any]) -> Iterator[bytes]:
     yield b"\n\n"
 
 
-def error_event(refused: Refusal, number: int) -> Iterator[bytes]:
-    """The event that ends a failed stream of the Responses API, after `number` other events."""
+def error_event(refused: Refusal, num_events: int) -> Iterator[bytes]:
+    """The event that ends a failed stream of the Responses API, after `num_events` events."""
     fields = {"code": refused.code, "message": refused.message, "param": refused.param}
-    return named_event("error", {"type": "error", "sequence_number": number, **fields})
+    return named_event("error", {"type": "error", "sequence_number": num_events, **fields})
 
 
 class ResponsesWriter(NamedEvents):
@@ -99,7 +99,7 @@ class ResponsesWriter(NamedEvents):
 
     def __init__(self, generation: GenerationRequest, body: ResponsesBody, model: str) -> None:
         self._num_events = 0
-        self._item: dict[str, Any] = {}  # the item that is being written; {}: there is none
+        self._item: dict[str, Any] = {}  # the item that is being written; {}: no item
         params = generation.params
         answer: dict[str, Any] = {
             "id": generation.answer_id("resp_"), "object": "response",
@@ -151,7 +151,7 @@ class ResponsesWriter(NamedEvents):
             self._answer["incomplete_details"] = {"reason": reason, **cut_by}
 
     def _add_part(self, part: Part) -> None:
-        """Add a call as another item; add text to the open item if that has the same kind."""
+        """Add a call as a new item, and text to the open item of its kind or to a new item."""
         if isinstance(part, ToolCall):
             self._close()
             call_fields = {"call_id": part.id, "name": part.name, "arguments": ""}
@@ -165,12 +165,12 @@ class ResponsesWriter(NamedEvents):
             self._close()
             if kind == "message":
                 self._open(kind, "msg_", {"role": "assistant", "content": []})
-                text: dict[str, Any] = {"type": "output_text", "annotations": [], "logprobs": []}
+                empty: dict[str, Any] = {"type": "output_text", "annotations": [], "logprobs": []}
             else:
                 self._open(kind, "rs_", {"summary": [], "content": []})
-                text = {"type": "reasoning_text"}
-            self._emit_item("response.content_part.added", part={**text, "text": ""})
-            self._item["content"].append(text | {"text": ""})
+                empty = {"type": "reasoning_text"}
+            self._emit_item("response.content_part.added", part={**empty, "text": ""})
+            self._item["content"].append(empty | {"text": ""})
         self._append(f"response.{self._item['content'][0]['type']}", part.text)
 
     def _open(self, kind: str, prefix: str, fields: dict[str, Any]) -> None:
@@ -196,9 +196,9 @@ class ResponsesWriter(NamedEvents):
             call_fields = {name: item[name] for name in ("name", "arguments")}
             self._emit_item("response.function_call_arguments.done", **call_fields)
         else:
-            (text,) = item["content"]
-            self._emit_item(f"response.{text['type']}.done", text=text["text"], **self._logprobs)
-            self._emit_item("response.content_part.done", part=text)
+            (part,) = item["content"]
+            self._emit_item(f"response.{part['type']}.done", text=part["text"], **self._logprobs)
+            self._emit_item("response.content_part.done", part=part)
         self._emit("response.output_item.done", output_index=self._output_index, item=item)
         self._answer["output"].append(item)
         self._item = {}
@@ -223,7 +223,7 @@ class ResponsesWriter(NamedEvents):
 
 
 def _request_field(value: Any) -> Any:
-    """The value of a request's field, which the answer repeats."""
+    """The value of a field of the request, as the answer repeats it."""
     is_model = isinstance(value, Fields)
     return value.model_dump(by_alias=True, exclude_none=True) if is_model else value
 
@@ -281,7 +281,7 @@ class MessagesWriter(NamedEvents):
         return self._answer["content"]  # type: ignore[no-any-return]
 
     def _add_part(self, part: Part) -> None:
-        """Add a call as another block; add text to the open block if that has the same kind."""
+        """Add a call as a new block, and text to the open block of its kind or to a new block."""
         if isinstance(part, Reasoning) and not self._shows_reasoning:
             return
         if isinstance(part, ToolCall):
@@ -315,7 +315,7 @@ class MessagesWriter(NamedEvents):
 
 
 def _parsed_arguments(call: ToolCall) -> dict[str, Any]:
-    """The arguments of a call; if the answer's end cut them off, completed as by Anthropic."""
+    """The arguments of a call; if the answer ended within them, they are completed to JSON."""
     text = call.arguments
     if not call.is_whole:
         try:

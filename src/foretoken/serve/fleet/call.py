@@ -1,4 +1,4 @@
-"""The messages between a front and a replica, and the fields of a body that a front reads. No Ray.
+"""The messages between a front and a replica, and the fields of a body that a front reads.
 
 Only the replica judges a request: a body that cannot be read here is sent on, and refused there.
 """
@@ -18,7 +18,7 @@ from foretoken.serve.fleet.prefixes import MAX_CHARS
 _FIELDS_BEFORE_PROMPT = ("cache_salt", "tools", "instructions", "system")
 _PROMPT_FIELDS = ("prompt", "messages", "input")
 MESSAGE_BYTES = 2**20
-"""The longest message. Ray takes 4 MiB by gRPC; between messages a front serves other requests."""
+"""The longest message. Ray accepts 4 MiB by gRPC, but a long message would block a front."""
 _SECRET_HEADERS = {b"authorization", b"x-api-key", b"cookie", b"proxy-authorization"}
 _SCOPE_KEYS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string")
 

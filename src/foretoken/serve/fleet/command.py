@@ -36,7 +36,7 @@ from foretoken.serve.server import bind, check_tls, exit_now, serve
 _STORE_BYTES = 256 * 2**20  # Ray's object store holds requests over 1 MiB, but no answers
 _POLL_S = 0.5
 _CONNECT_S = 5.0
-_NOTICE_S = 60.0  # without another replica, until the user learns which resources are left
+_NOTICE_S = 60.0  # if no replica comes up for so long, the user learns what is free
 _MAX_FAILED_POLLS = 20  # in a row; then the cluster counts as lost
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*", re.MULTILINE)
 _ROUTING_LINE = "Requests go to the replica that has seen most of their prompt."
@@ -148,11 +148,11 @@ def _unreachable(address: str | None, error: Exception) -> ConfigError:
 
 @contextmanager
 def _deploy(target: ray_serve.Application, watch: Watch, *, ends_cluster: bool) -> Iterator[Any]:
-    """Deploy the engines and yield a handle; at the end delete them, unless `ends_cluster`."""
+    """Deploy the engines and yield a handle; at the end delete them, if the cluster goes on."""
     ray_serve.start(proxy_location="Disabled")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if not ends_cluster and not ray_serve.status().proxies:
-        watch.say("Ray Serve runs without proxies now: `serve shutdown` before a `serve deploy`.")
+        watch.say("Ray Serve runs without proxies: run `serve shutdown` before `serve deploy`.")
     try:
         run = ray_serve.RunTarget(target, watch.application, route_prefix=None)
         (handle,) = ray_serve.run_many([run], wait_for_applications_running=False)
@@ -214,7 +214,7 @@ class Watch:
             time.sleep(_POLL_S)
 
     def _poll(self) -> ApplicationStatusOverview | None:
-        """Get Ray Serve's status, or None, and tell the user of changes; may set `failure`."""
+        """The application's status, or None; tells the user of changes, and may set `failure`."""
         try:
             status = ray_serve.status().applications.get(self.application)
         except Exception:  # Ray raises many types when a part of it is gone

@@ -1,4 +1,4 @@
-"""Options of a fleet, from a command line or a YAML file: models and their replicas. No Ray."""
+"""Options of a fleet, from a command line or a YAML file: models and their replicas."""
 
 from __future__ import annotations
 
@@ -104,15 +104,15 @@ class Fleet:
     def __post_init__(self) -> None:
         if not self.models:
             raise ConfigError("models", [], "a list with at least one model")
-        seen = {INGRESS: -1}
-        for number, model in enumerate(self.models):
-            with error_place(f"models[{number}].engine"):
+        index_by_name = {INGRESS: -1}
+        for index, model in enumerate(self.models):
+            with error_place(f"models[{index}].engine"):
                 self.server.check_engine(model.engine)
             for name in {*model.names, model.deployment}:
-                if seen.setdefault(name, number) != number:
+                if index_by_name.setdefault(name, index) != index:
                     remedy = "Give each model another `served_model_name`."
                     bound = "a name that no other model has"
-                    raise ConfigError(f"models[{number}]", name, bound, remedy)
+                    raise ConfigError(f"models[{index}]", name, bound, remedy)
 
     @classmethod
     def parse(cls, args: Any) -> Fleet:
@@ -145,7 +145,7 @@ class Fleet:
         fleets = [each for each in maps if each.get("import_path") == IMPORT_PATH]
         if len(fleets) != 1:
             bound = f"a file with one application with `import_path`: {IMPORT_PATH}"
-            remedy = f"It has {len(fleets)} of them. See docs/scale.md."
+            remedy = f"It has {len(fleets)} such applications. See docs/scale.md."
             raise ConfigError("fleet", str(path), bound, remedy)
         return cls.parse(fleets[0].get("args"))
 
@@ -177,13 +177,13 @@ def _read_model(place: str, value: Any) -> FleetModel:
 
 
 def fleet_model(engine: Mapping[str, Any], names: Any, scale: ReplicaOptions) -> FleetModel:
-    """A model from a user's options; `ConfigError` if one is out of bounds."""
+    """A model from a user's options; `ConfigError` if an option is out of bounds."""
     config = EngineConfig.parse(**{"max_num_waiting": MAX_NUM_WAITING, **engine})
     return FleetModel(config, tuple(names) or (config.model,), scale)
 
 
 def _read_server(options: dict[str, Any]) -> ServeOptions:
-    """The server's options from the file's map `server`; Ray Serve's proxies accept connections."""
+    """The server's options from the file's map `server`, which must have no `PROXY_OPTIONS`."""
     names = [option.name for option in fields(ServeOptions) if option.name != "served_model_name"]
     check_known_keys("server", options, names)
     for name in PROXY_OPTIONS.keys() & options.keys():
@@ -205,22 +205,22 @@ def _read_server(options: dict[str, Any]) -> ServeOptions:
 
 
 def _check_type(option: Field[Any], value: Any) -> None:
-    """Without this check the text "no" would be true, and one origin a list of its letters."""
-    kinds, place = str(option.type), f"server.{option.name}"
-    if kinds == "bool" and not isinstance(value, bool):
+    """Raise `ConfigError` for a wrong type: "no" would be true, and an origin a list of letters."""
+    annotation, place = str(option.type), f"server.{option.name}"
+    if annotation == "bool" and not isinstance(value, bool):
         raise ConfigError(place, value, "true or false")
     is_text, is_list = isinstance(value, str), isinstance(value, list)
     if is_list and (not value or not all(isinstance(item, str) for item in value)):
         raise ConfigError(place, value, "a list of at least one text")
-    if "tuple" in kinds and not is_list and not (is_text and kinds.startswith("str")):
+    if "tuple" in annotation and not is_list and not (is_text and annotation.startswith("str")):
         raise ConfigError(place, value, "a list of texts")
-    if kinds.startswith("str") and "tuple" not in kinds and not is_text:
+    if annotation.startswith("str") and "tuple" not in annotation and not is_text:
         raise ConfigError(place, value, "a text")
 
 
 @contextmanager
 def error_place(place: str) -> Iterator[None]:
-    """Have a `ConfigError` that is raised within name its field by its place in the file."""
+    """Put `place` before the field of a `ConfigError`; make a `TypeError` a `ConfigError`."""
     try:
         yield
     except ConfigError as error:

@@ -1,6 +1,6 @@
-"""The front of a fleet: an application that forwards each request to a replica. No Ray.
+"""The front of a fleet: an application that forwards each request to a replica.
 
-The front checks access and the length of bodies, as a single server does; replicas check fields.
+The front checks access and the limits of bodies, as a single server does; replicas check fields.
 Health, load, models and metrics are joined from all replicas.
 """
 
@@ -39,11 +39,11 @@ from foretoken.serve.sse import DONE, dumps, in_thread_if_long, while_connected
 
 START_SECONDS = 8.0
 _GRACE_SECONDS = 10.0
-"""A replica ends its answer after `request_timeout`; this much later the front ends it."""
+"""From `request_timeout`, when a replica ends its answer, until the front gives up."""
 _MAX_CONTEXT = 2**19
-"""Tokens: the front bounds bodies as for this context, and a replica as for that of its model."""
+"""The context for `BodyLimits`, in tokens: a front does not know the contexts of its models."""
 _POLL_S = 0.1
-_STATE_SECONDS = 3.0  # for a replica to report its state; then it counts as down
+_STATE_SECONDS = 3.0  # for a replica to report; then the replica counts as down
 Piece = Started | Head | bytes | Done
 
 
@@ -61,7 +61,7 @@ class Replicas(Protocol):
 
         Raises, at any step:
             ReplicaDiedError: the replica is gone; no second replica gets the request.
-            UnavailableError: the replica failed.
+            UnavailableError: the replica failed, or no replica can take the request.
         """
 
     async def call_all(self, method: str, seconds: float) -> list[Any]:
@@ -72,7 +72,7 @@ class Front:
     """Several models with several replicas each, as one application.
 
     Args:
-        start_seconds: for a replica to begin with a request; after that the client gets 503.
+        start_seconds: time for a replica to begin with a request; then the client gets 503.
 
     Attributes:
         num_died: the number of answers that ended because their replica died.
@@ -116,7 +116,7 @@ class Front:
 
     async def _drain_replicas(self) -> None:
         """Wait until this front drains, and then have all replicas drain."""
-        while not self.life.is_draining:  # a signal handler sets it, which cannot call replicas
+        while not self.life.is_draining:  # set by a signal handler, which cannot call replicas
             await asyncio.sleep(_POLL_S)
         await self.call_all("drain", self._start_seconds)
 
@@ -154,7 +154,7 @@ class _Endpoint:
 
 
 class ForwardedRequest(OpenRequest):
-    """A request that a replica answers, and ends early by itself."""
+    """A forwarded request: the replica ends it at deadlines, and `cut` cancels it if `refuses`."""
 
     is_cut = False  # whether `cut` has cancelled the request's task
 
@@ -178,7 +178,7 @@ class Relay:
         self._has_sent_head = False
 
     async def run(self, pieces: AsyncGenerator[Piece, None], forwarded: ForwardedRequest) -> None:
-        """Send the replica's answer, which is complete with `Done`."""
+        """Send the replica's answer; `UnavailableError` if there is none, or `forwarded` is cut."""
         try:
             async with aclosing(pieces):
                 await self._await_replica(pieces)
@@ -212,7 +212,7 @@ class Relay:
         await self._send_body(last, more=False)
 
     async def _await_replica(self, pieces: AsyncGenerator[Piece, None]) -> None:
-        """Wait until a replica has begun with the request, for `start_seconds` at most."""
+        """Wait until a replica begins with the request; `UnavailableError` if it takes too long."""
         try:
             async with asyncio.timeout(self._start_seconds):
                 started = await anext(pieces, None)
@@ -227,8 +227,8 @@ class Relay:
     async def _receive_head(self, head: Head) -> None:
         """Keep the head of an answer; send it now if the answer is a stream."""
         self._head = head
-        kinds = [value for name, value in head.headers if name.lower() == b"content-type"]
-        if any(kind.startswith(b"text/event-stream") for kind in kinds):
+        content_types = [value for name, value in head.headers if name.lower() == b"content-type"]
+        if any(each.startswith(b"text/event-stream") for each in content_types):
             await self._send_head(head)
 
     async def _receive_body(self, part: bytes) -> None:
@@ -343,7 +343,7 @@ class FleetCollector(Collector):
 
 
 async def _model_cards(replicas: Replicas, request: Request) -> list[dict[str, Any]]:
-    """What `/v1/models` lists for one model, from any of its replicas; [] if none is up."""
+    """What `/v1/models` lists for one model, from any of its replicas; [] if no replica answers."""
     call = Call.from_scope(request.scope, b"", "", request_id.get())
     parts, status = list[bytes](), 0
     try:

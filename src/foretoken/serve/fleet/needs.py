@@ -92,24 +92,24 @@ def compute_needs(model: FleetModel, *, has_gpus: bool) -> Needs:
 def _weight_bytes(config: EngineConfig, on_gpu: bool) -> int:
     """Bytes of the target's and the drafters' weights on the host; 0 for missing files.
 
-    Weights for a GPU count 0, since they pass through a small buffer, and so do random weights.
+    Weights for a GPU, which pass through a small buffer, and random weights count 0.
     """
     if on_gpu or config.load_format != "auto":
         return 0
-    size = _DTYPE_BYTES[config.dtype if config.dtype != "auto" else "float32"]
+    bytes_each = _DTYPE_BYTES[config.dtype if config.dtype != "auto" else "float32"]
     total = 0
     for name, revision in [(config.model, config.revision), *_draft_checkpoints(config)]:
         with suppress(CheckpointError, OSError):  # the checkpoint is not downloaded yet
             folder = folder_of(config, name, revision, weights=False)
             total += (
                 _stored_bytes(folder)
-                or size * stored_sizes(check_weights(folder, plain=False).values()).numbers
+                or bytes_each * stored_sizes(check_weights(folder, plain=False).values()).numbers
             )
     return total
 
 
 def _stored_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint that stays in its quantised format in memory; 0 for any other."""
+    """Bytes of a checkpoint that stays in its quantised format in memory; else 0."""
     if is_gguf(folder):
         return read_gguf(folder).nbytes
     config = read_config(folder)

@@ -1,4 +1,4 @@
-"""The choice of a replica by the prompts that replicas have computed. No Ray, no torch.
+"""The choice of a replica by the prompts that replicas have computed.
 
 The index does not know whether a replica's cache still holds a prompt's beginning.
 """
@@ -11,17 +11,17 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 CHUNK = 64  # characters, about as long as the 16 tokens of a block of the cache
-MAX_CHARS = 2**16  # of a prompt: the index does not read further
+MAX_CHARS = 2**16  # of a prompt that the index reads
 _MAX_CHUNKS = 2**18  # of all prompts: 42 MB
 _IMBALANCE = 8.0
 Id = TypeVar("Id", bound=Hashable)
 
 
 class PrefixIndex(Generic[Id]):
-    """The replica that computed each beginning of a prompt last. Not thread-safe.
+    """Maps each beginning of a prompt to the replica that computed it last. Not thread-safe.
 
     Args:
-        max_chunks: the size of the index; the chunks that were added first are removed.
+        max_chunks: the largest number of chunks; beyond it the oldest chunks are removed.
     """
 
     def __init__(self, max_chunks: int = _MAX_CHUNKS) -> None:
@@ -33,15 +33,15 @@ class PrefixIndex(Generic[Id]):
     def longest_match(self, prompt: str, replicas: Collection[Id]) -> tuple[Id | None, int]:
         """Which of `replicas` has computed the longest beginning of a prompt, and its length.
 
-        The length is in chunks. The result is None and 0 if none has computed a beginning.
+        The length is in chunks. If no replica has computed a beginning, the result is None and 0.
         """
         best: tuple[Id | None, int] = (None, 0)
-        for number, key in enumerate(_chunk_keys(prompt)):
+        for index, key in enumerate(_chunk_keys(prompt)):
             replica = self._replicas.get(key)
             if replica is None:
                 break
             if replica in replicas:
-                best = (replica, number + 1)
+                best = (replica, index + 1)
         return best
 
     def add(self, prompt: str, replica: Id) -> None:
@@ -84,7 +84,7 @@ def rank_replicas(
 
 
 def _chunk_keys(prompt: str) -> Sequence[bytes]:
-    """For each whole chunk, or for a shorter prompt, a hash of the prompt up to the chunk's end."""
+    """Hashes of the prompt up to each whole chunk's end; a prompt below one chunk has one hash."""
     text, keys, key = prompt[:MAX_CHARS], list[bytes](), b""
     for start in range(0, len(text), CHUNK):
         chunk = text[start : start + CHUNK]

@@ -187,7 +187,7 @@ def check_version(deployed: str) -> None:
     """Raise `ConfigError` if this machine has another version of the package than `deployed`."""
     if deployed != __version__:
         remedy = "Install one version on all machines of the cluster."
-        bound = f"{deployed}, the version that deploys it"
+        bound = f"{deployed}, the version that deploys the replica"
         raise ConfigError("foretoken", __version__, bound, remedy)
 
 

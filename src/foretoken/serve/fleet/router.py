@@ -1,4 +1,4 @@
-"""The choice of a replica by prefixes (`prefixes.py`) in the types of Ray Serve's router.
+"""The choice of a replica by prefixes (`prefixes.py`), as a request router of Ray Serve.
 
 A router belongs to one handle, and runs in this handle's event loop.
 """
@@ -18,7 +18,7 @@ _UNSENT_S = 2.0  # then a request that was not sent to its replica does not coun
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that has computed the longest beginning of its prompt.
+    """Prefers the replica that has computed the longest beginning of a request's prompt.
 
     The prompt is the attribute `prompt` of an argument, as in Ray's `PrefixCacheAffinityRouter`.
     Ray's router calls an actor three times per request; this router has its own index
@@ -54,10 +54,10 @@ class PrefixRouter(RequestRouter):
         return [[replicas[name]] for name in order]
 
     def _load(self, replicas: Mapping[str, RunningReplica]) -> dict[str, int]:
-        """The number of requests that were sent to each replica or will be sent to it.
+        """For each replica, the number of open requests that were sent to it or will be.
 
         Ray forgets a replica's queue length after some seconds, so the router counts for itself.
-        Ray's number is used where it is larger, since other routers send requests, too.
+        Ray's length is used where it is larger, since other routers send requests, too.
         """
         queue_lengths, oldest = self.replica_queue_len_cache, time.monotonic() - _UNSENT_S
         self._unsent = {k: item for k, item in self._unsent.items() if item[0] > oldest}
@@ -71,7 +71,7 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Note the replica that took a request; it is not the chosen one if that was full."""
+        """Note the replica that took a request: not the chosen replica, if that was full."""
         prompt, name = _prompt(pending_request), replica_id.unique_id
         request = pending_request.metadata.internal_request_id
         if self._unsent.pop(request, None) is not None:  # otherwise the request has ended

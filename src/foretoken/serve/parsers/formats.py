@@ -89,7 +89,7 @@ class MessageFormat:
         """The formats that options name, or that `auto` finds in the template.
 
         Args:
-            template: a Jinja template, or the name of one of the tokenizer's; None: the default.
+            template: a Jinja template, or the name of a template of the tokenizer; None: default.
             calls, reasoning: names of formats, `auto` or `none`.
 
         Raises:
@@ -116,12 +116,12 @@ class MessageFormat:
             source = f"the checkpoint's `{template}`"
         marks = THINK if has_reasoning else "none"
         summary = f"Chat template: {source}; tool calls: {calls}; reasoning: {marks}."
-        form = FORMATS.get(calls)
-        return cls(form, has_reasoning, special, summary=summary, decode=tokenizer.decode)
+        call_format = FORMATS.get(calls)
+        return cls(call_format, has_reasoning, special, summary=summary, decode=tokenizer.decode)
 
     def grammar(
         self,
-        form: CallFormat,
+        calls: CallFormat,
         tools: Sequence[Mapping[str, Any]],
         *,
         parallel: bool,
@@ -140,7 +140,7 @@ class MessageFormat:
             name = json.dumps(function["name"])
             # Split into lexemes of JSON: the lexer takes the longest lexeme that fits, and `answer`
             # can begin with the same characters.
-            head = ("{", '"name"', ": ", name, ", ", f'"{form.arguments}"', ": ")
+            head = ("{", '"name"', ": ", name, ", ", f'"{calls.arguments}"', ": ")
             schema = function.get("parameters") or {"properties": {}}
             if not schema.keys() & _TYPE_KEYS:
                 schema = {"type": "object", **schema}  # arguments are always an object
@@ -148,13 +148,13 @@ class MessageFormat:
             arguments = as_text(f"tools.{function['name']}", schema, **_JSON_SEPARATORS)
             rules.append(f"arguments_{i}: %json {arguments}")
             bodies.append(f"body_{i}")
-        opener = "" if form.is_bare else self._mark(form.opener, suffix=form.inside)
-        if form.is_list:
+        opener = "" if calls.is_bare else self._mark(calls.opener, suffix=calls.inside)
+        if calls.is_list:
             repetition = ' (", " body)*' if parallel else ""
             call, start = f'{opener} "[" body{repetition} "]"', "call"
         else:
-            call = f"{opener} body {self._mark(form.closer, prefix=form.inside)}"
-            separator = '"; "' if form.is_bare else r'"\n"'
+            call = f"{opener} body {self._mark(calls.closer, prefix=calls.inside)}"
+            separator = '"; "' if calls.is_bare else r'"\n"'
             start = f"call ({separator} call)*" if parallel else "call"
         if answer is not None:
             start = f"{start} | answer"

@@ -4,8 +4,8 @@ A part is reported only when it is certain, so that events do not depend on how 
 into deltas. Text that is not a valid call of a known function is reported unchanged; therefore a
 call is reported only when its JSON is complete. One exception: if `max_tokens` ends the answer
 within a call, the incomplete call is reported if the function's name is complete. Under a grammar
-this holds for any end within a call; if the grammar allows only calls, other text that is left at
-the end is not reported.
+this exception holds for any end within a call; if the grammar allows only calls, text that remains
+at the end is not reported.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Parsing:
         """Options for a model that writes in this format.
 
         If a mark is a special token, the engine must leave all special tokens in the text. `hidden`
-        then has those that are no marks.
+        then has the special tokens that are no marks.
         """
         marks = [THINK, END_THINK] if has_reasoning else []
         if names and form.calls:
@@ -127,7 +127,7 @@ class MessageParser:
     """Reads the text of one choice; `_state` is the method that reads the next text.
 
     Such a method gets `is_last`: whether the answer ends with the text that has come. It returns
-    True if `_state` can read the rest of the text, and False if it needs more text.
+    True if `_state`, which it may have changed, shall read the rest of the text now.
     """
 
     def __init__(self, parsing: Parsing, *, in_reasoning: bool = False) -> None:
@@ -148,7 +148,7 @@ class MessageParser:
         self._counter = _ReasoningCounter(parsing.decode) if parsing.has_reasoning else None
 
     def feed(self, sample: CompletionDelta) -> Sequence[Part]:
-        """The parts that are certain after this delta; after the last delta, all that are left."""
+        """The parts that are certain after this delta; after the last delta, all other parts."""
         self._text += sample.text
         num_tokens = self._counter.add(sample) if self._counter else 0
         is_last = sample.finish_reason is not None
@@ -171,7 +171,7 @@ class MessageParser:
             pass
 
     def _allows_only_calls(self) -> bool:
-        """Whether the grammar allows only calls here: always, or since a call or its mark began."""
+        """Whether the grammar allows only calls: always, or since a call or its mark has begun."""
         if self._parsing.only_calls or self._state is MessageParser._read_text:
             return self._parsing.only_calls
         if self._num_calls or self._state is not MessageParser._read_space:
@@ -179,7 +179,7 @@ class MessageParser:
         return any(mark.startswith(self._text) for mark in self._text_marks if self._text)
 
     def _report_cut_calls(self) -> bool:
-        """Report the calls in JSON that the answer's end cuts off; False if there are none."""
+        """Report the calls in JSON that the answer's end cuts off; False if it reports no call."""
         scanner, in_call = self._scanner, self._state is MessageParser._read_call
         if not in_call or scanner.start is None or scanner.is_broken:
             return False
@@ -211,7 +211,7 @@ class MessageParser:
             self._parts.append(kind(text))
 
     def _read_space(self, is_last: bool) -> bool:
-        """Read white space, before the answer, after the reasoning or after a call."""
+        """Read white space before the answer, after the reasoning or after a call."""
         separators = ";" if self._call_format.is_bare and self._num_calls else ""
         rest = self._text.lstrip(string.whitespace + separators)
         marks = [*self._text_marks, *((THINK,) if self._can_reason else ())]
@@ -243,7 +243,7 @@ class MessageParser:
         return self._parsing.has_reasoning and not (self._has_reasoned or self._num_calls)
 
     def _skip_mark(self, mark: str) -> None:
-        """Skip a hidden token, or a mark that begins a call, which is read next."""
+        """Remove a hidden token; at any other mark, or at "" for no mark, begin to read a call."""
         if mark in self._parsing.hidden:
             self._text = self._text[len(mark) :]
             return
@@ -303,7 +303,7 @@ class MessageParser:
         self._text, self._state = self._text[end:], MessageParser._read_text
 
     def _parse_calls(self, text: str, name: str | None) -> list[tuple[str, str]] | None:
-        """Names and arguments of the calls in a text; None if the text is anything else.
+        """Names and arguments of the calls in a text; None unless all are calls of known functions.
 
         If `name` is given, the text is the arguments of this function.
         """
@@ -372,7 +372,7 @@ class _JsonScanner:
         return True
 
     def find_end(self, text: str) -> int | None:
-        """The index after the JSON, or of a character that breaks it; None if neither has come."""
+        """The index after the JSON, or of a character that breaks it; None: not known yet."""
         if self.is_broken:
             return self._position
         while match := _JSON_MARKS.search(text, self._position):
@@ -413,7 +413,7 @@ def _find_mark(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str
     """The index of the first mark in a text, and the mark.
 
     Without a mark the result is the length of the text and "". If the text can end within a mark
-    that more text completes, it is the index of that mark and "".
+    that more text completes, the result is the index of that mark and "".
     """
     matches = [(index, -len(mark), mark) for mark in marks if (index := text.find(mark)) >= 0]
     if matches:
@@ -430,7 +430,7 @@ def _find_mark(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str
 def _read_call_object(text: str) -> tuple[str, str]:
     """Name and arguments of a call from the JSON text of an object.
 
-    The arguments are the model's own text, since a float could not hold all of its numbers.
+    The arguments are the model's own text, since a float could not hold all numbers.
     Raises one of `_NOT_A_CALL` for any other text.
     """
     if text[0] != "{":

@@ -53,7 +53,7 @@ class AllowedNames(Fields):
 
 
 class AllowedTools(Fields):
-    """A restriction of the tools; the model sees only those that it names."""
+    """A restriction of the tools; the model sees only the named tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedNames

@@ -40,7 +40,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_names(cls, value: Any) -> Any:
-        # Without the limit each of many unknown keys would be an error.
+        # Without the limit, each of many unknown keys would be an error of its own.
         if not isinstance(value, dict):
             return value
         if len(value) > _MAX_KEYS:

@@ -83,7 +83,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.post("/messages/count_tokens", response_model=None, responses=anthropic_errors)
     async def count(body: CountBody, request: Request) -> Response:
-        """Count the tokens of a conversation, as its answer would count them."""
+        """Count the tokens of a conversation, as `usage` of its answer would."""
         generation = await read(read_messages, body, request)
         ids = await context.engine.encode_chat(generation.messages or (), **generation.template)
         return WholeAnswer([dumps({"input_tokens": len(ids)})])
@@ -104,7 +104,7 @@ async def answer(
     """Have the engine generate; returns the response with the whole answer or with its stream.
 
     A stream begins with the first tokens, so that a refusal before them has its HTTP status. A
-    client that disconnects ends its request at any time.
+    client that disconnects at any time ends its request.
     """
     record, reader = RequestRecord(context.counts), EventReader(generation)
     request.state.usage, request.state.answer_id = reader.usage, generation.name  # for the log
@@ -115,13 +115,13 @@ async def answer(
         if not generation.stream:
             work = _whole_answer(deltas, reader, writer, record)
             return WholeAnswer(await while_connected(request.receive, work))
-        first = await while_connected(request.receive, _first_delta(deltas))
+        first_delta = await while_connected(request.receive, _first_delta(deltas))
     except BaseException as error:
         await deltas.aclose()
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)  # for the log
         raise
-    return EventStream(first, deltas, reader, writer, record.observe)
+    return EventStream(first_delta, deltas, reader, writer, record.observe)
 
 
 async def _whole_answer(

@@ -1,4 +1,4 @@
-"""The page at `/`, which shows what speculation does, and `/docs`; both load only from here."""
+"""The page `/`, which shows what speculation does, and `/docs`; they load no foreign files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # cached, but checked by its ETag each time
+    "Cache-Control": "no-cache",  # files are cached, but checked by ETag each time
 }
 
 
@@ -63,11 +63,11 @@ def router(context: Context) -> APIRouter:
         return HTMLResponse(text, headers=HEADERS)
 
     for path, name in PAGE_FILES.items():
-        routes.add_api_route(path, _file(name), response_model=None, include_in_schema=False)
+        routes.add_api_route(path, _sender(name), response_model=None, include_in_schema=False)
     return routes
 
 
-def _file(name: str) -> Any:
+def _sender(name: str) -> Any:
     content = files("foretoken.serve").joinpath("page", name).read_bytes()
     headers = HEADERS | {"ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
     media_type = _TYPES[name.rpartition(".")[2]]
@@ -107,8 +107,8 @@ def _sections(document: Mapping[str, Any]) -> Iterator[str]:
             description = escape(operation.get("description", ""))
             yield f"<section><h2><code>{method.upper()} {escape(path)}</code></h2>"
             yield f"<p>{description}</p>"
-            for kind, content in operation.get("requestBody", {}).get("content", {}).items():
-                yield f"<p>Body, {kind}: {_type(content['schema'])}</p>"
+            for media_type, content in operation.get("requestBody", {}).get("content", {}).items():
+                yield f"<p>Body, {media_type}: {_type(content['schema'])}</p>"
             yield "</section>"
     for name, schema in document["components"]["schemas"].items():
         yield f'<section id="{name}"><h2>{name}</h2><p>{escape(schema.get("description", ""))}</p>'

@@ -33,7 +33,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/v1/models/{name:path}", response_model=None, tags=["models"])
     async def model(name: str) -> JSONResponse:
-        """The model with this name; 404 if there is none."""
+        """The model with this name; 404 if there is no such model."""
         context.served.check_name(name)
         return JSONResponse(_card(context, name))
 

@@ -257,7 +257,7 @@ def check_evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> N
 
 
 def check_rates(synthetic_rate_K: Tensor, columns: int, device: torch.device) -> None:
-    """Check that the first `columns` drafts of a request have rates in [0, 1]."""
+    """Check that there is a rate for each of `columns` drafts, and that rates are in [0, 1]."""
     global _latest_rates
     was_checked = _latest_rates and _latest_rates() is synthetic_rate_K
     if not was_checked or synthetic_rate_K.device != device:
@@ -425,7 +425,7 @@ def _check_caches(query_THD: Tensor, key_cache: Tensor, value_cache: Tensor) -> 
 
 def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor) -> None:
     """Check that the batch has the block size and device of the cache; on the host also that it has
-    `tokens` tokens, some of each request, and that lengths and blocks fit."""
+    `tokens` tokens, at least one per request, and that lengths and blocks fit."""
     check_kind("batch", batch, AttentionBatch)
     if batch.values_fit:
         return
@@ -489,12 +489,12 @@ def _check_batch_values(batch: AttentionBatch, tokens: int, blocks: int) -> None
 
 
 def check_hidden(hidden_SC: Tensor, slots: int, size: int) -> None:
-    """Check `DraftRound.hidden_SC`."""
+    """Check outputs of a drafting stack: `size` float32 numbers of each slot, or each row."""
     check_tensor("hidden_SC", hidden_SC, (slots, size), FLOAT32, contiguous=True)
 
 
 def check_stack(stack: Stack) -> None:
-    """Check that each output of the head is a token, which native code does not check."""
+    """Check that each output of the head is a token; native code does not check this."""
     outputs, ids = stack.head.weight.shape[0], stack.target_ids
     if ids is None:
         if outputs != stack.vocab_size:

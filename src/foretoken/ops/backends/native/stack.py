@@ -153,30 +153,30 @@ class NativeStack:
             check_hidden(hidden_SC, slots, self._size)
             check_tensor("block_SL", block_BL, (slots, columns), INT64, contiguous=True)
             tensors = (None, None, None, length_B, block_BL)
-            first = struct(tensors, len(num_drafts), columns, block_size, 0, 0)
+            batch_struct = struct(tensors, len(num_drafts), columns, block_size, 0, 0)
         else:
             last_B = attention.query_start_B1[1:] - 1
-            first = native_batch(batch._replace(logit_row_N=last_B), kv)
+            batch_struct = native_batch(batch._replace(logit_row_N=last_B), kv)
         token_BK = torch.empty(len(num_drafts), max(num_drafts), dtype=torch.int64)
-        native = _native_round(drafting, token_BK)
-        kv_addresses = self._kv_addresses(kv)
+        round_struct = _native_round(drafting, token_BK)
+        structs = batch_struct, *self._kv_addresses(kv), round_struct
         pass_begins()
-        self._library.foretoken_stack_draft(self._handle, first, *kv_addresses, native)
+        self._library.foretoken_stack_draft(self._handle, *structs)
         return token_BK
 
     def observe(self, batch: ForwardBatch, kv: KV, features: Features, outcome: Outcome) -> None:
         """See `RoundStack.observe`."""
         token_SL, length_B, slot_B, hidden_SC = outcome
         check_hidden(hidden_SC, len(token_SL), self._size)
-        known = struct((), *length_B)
-        fields = (token_SL.data_ptr(), address(known), slot_B.data_ptr(), hidden_SC.data_ptr())
+        lengths = struct((), *length_B)
+        fields = (token_SL.data_ptr(), address(lengths), slot_B.data_ptr(), hidden_SC.data_ptr())
         native, native_outcome = native_batch(batch, kv), struct((), *fields, token_SL.shape[1])
         native_features = self._native_features(features, int(batch.attention.query_start_B1[-1]))
         arguments = native, native_outcome, native_features, *self._kv_addresses(kv)
         self._library.foretoken_stack_observe(self._handle, *arguments)
 
     def set_fetches(self, one_row: int, few_rows: int) -> None:
-        """Set an index of `FETCHES` for one row and for a few rows; logits do not depend on it."""
+        """Set indices of `FETCHES` for one row and for a few rows; logits do not depend on them."""
         self._library.foretoken_stack_set_fetches(self._handle, one_row, few_rows)
 
     def _tune(self) -> None:
@@ -238,7 +238,7 @@ class NativeStack:
 
 
 def native_batch(batch: ForwardBatch, kv: KV) -> Struct:
-    """The C struct `Batch` of a batch, which is checked."""
+    """Check a batch and make its C struct `Batch`."""
     token_T, row_N, attention = batch.token_T, batch.logit_row_N, batch.attention
     check_attention_batch(attention, len(token_T), kv.keys[0])
     block_BL = attention.block_BL

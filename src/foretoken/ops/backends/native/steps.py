@@ -111,7 +111,7 @@ class Steps(stock.Steps):
             accepted_B, finite_B = accepted_B.contiguous(), finite_B.contiguous()
         deciding, width = token_BK1.shape
         size = tokens.slot_B.numel() + deciding * (width + 3)
-        outcome = from_numpy(empty(size, _NUMPY_INT64))  # takes a third less than `torch.empty`
+        outcome = from_numpy(empty(size, _NUMPY_INT64))  # a third less time than `torch.empty`
         _fill_6(
             self._step, _ADVANCE_OFFSET, token_BK1.data_ptr(), accepted_B.data_ptr(),
             finite_B.data_ptr(), outcome.data_ptr(), deciding, width - 1,
@@ -171,10 +171,10 @@ class _Batches:
         self._views: dict[bytes, tuple[Tensor, ...]] = {}  # by the fields of `_packed`
 
     def batch(
-        self, pack: Callable[[int], int], argument: int, queries: int, block_size: int
+        self, pack: Callable[[int], int], struct_at: int, queries: int, block_size: int
     ) -> ForwardBatch:
-        """Pack a batch by `pack(argument)`, a native function; overwrites the previous batch."""
-        if status := pack(argument):
+        """Pack a batch by `pack(struct_at)`, a native function; overwrites the previous batch."""
+        if status := pack(struct_at):
             library.check(status, pack)
         views = self._views.get(self._packed.tobytes())
         if views is None:
@@ -184,7 +184,7 @@ class _Batches:
                 self._memory = _empty(2 * sum(sizes))
                 self._packed[0], self._packed[1] = self._memory.data_ptr(), 2 * sum(sizes)
                 self._views.clear()
-                return self.batch(pack, argument, queries, block_size)
+                return self.batch(pack, struct_at, queries, block_size)
             *flat, block = self._memory[: sum(sizes)].split_with_sizes(sizes)
             views = (*flat, block.view(requests, columns))
             _cache(self._views, self._packed.tobytes(), views)

@@ -76,7 +76,7 @@ def _before_zero_q(drafts: list[Draft]) -> list[Draft]:
 def evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
     """See `Backend.evidence`."""
     logits_NV, params, slot_B, position_B, drafts, edits, _, fp64_noise, _ = batch
-    first_B = (drafts.num_B + 1).cumsum(0) - (drafts.num_B + 1)
+    first_row_B = (drafts.num_B + 1).cumsum(0) - (drafts.num_B + 1)
     slot_N = slot_B.repeat_interleave(drafts.num_B + 1)
     rows = process_logits(Rows(logits_NV, params, slot_N, edits)).numpy()
     requests, columns = len(request_R), drafts.token_BK.shape[1]
@@ -88,12 +88,12 @@ def evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidenc
     real_q_R = torch.zeros(requests, dtype=torch.bool)
     for r, b in enumerate(request_R.tolist()):
         s, num_drafts = int(slot_B[b]), int(drafts.num_B[b])
-        slot, start = Slot.from_params(params, s, fp64_noise), int(position_B[b])
-        p = [_p(row, slot) for row in rows[int(first_B[b]) :][: num_drafts + 1]]
+        slot, position = Slot.from_params(params, s, fp64_noise), int(position_B[b])
+        p = [_p(row, slot) for row in rows[int(first_row_B[b]) :][: num_drafts + 1]]
         request_drafts = [draft_of(drafts, b, i, s, slot, rows.shape[1]) for i in range(num_drafts)]
         for i, (x, q_x, _) in enumerate(request_drafts):
             token_RK[r, i], p_RK1[r, i], q_RK1[r, i] = x, probability(p[i], x), q_x
-            u_RK[r, i] = uniform_of(0, slot.key, start + i, i, Stream.ACCEPT, fp64_noise)
+            u_RK[r, i] = uniform_of(0, slot.key, position + i, i, Stream.ACCEPT, fp64_noise)
         if slot.rule == Rule.BLOCK:
             for i, mass in enumerate(_masses(p, request_drafts)):
                 mass_RK[r, i] = mass

@@ -235,7 +235,7 @@ LONGROPE = {
 }  # fmt: skip
 UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
     "family": ("gemma", HEADS, "models of type `gemma` run through their own modules"),
-    "heads": ("llama", {"head_dim": 24}, r"heads of sizes \[24\]: not one multiple of"),
+    "heads": ("llama", {"head_dim": 24}, r"head sizes are \[24\]: must be one multiple of"),
     "activation": ("llama", {**HEADS, "hidden_act": "gelu"}, "activation is `gelu`, not SiLU"),
     "longrope": ("llama", {**HEADS, "rope_parameters": LONGROPE}, "RoPE of type `longrope`"),
     "dynamic": (
@@ -342,8 +342,8 @@ def capped(stack: Stack) -> Stack:
         (biased_head, "the output layer has a bias"),
         (transposed_weight, "`down` is not contiguous"),
         (wide_weights, "`qkv` is stored as float64"),
-        (wide_norm, "a norm or a bias is not contiguous float32"),
-        (half_a_norm, "a norm or a bias is not contiguous float32"),
+        (wide_norm, "a norm, a bias or RoPE is not contiguous float32"),
+        (half_a_norm, "a norm, a bias or RoPE is not contiguous float32"),
         (capped, "attention has a soft cap or sinks"),
     ],
 )

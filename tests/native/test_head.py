@@ -134,7 +134,7 @@ def test_wrong_hidden_states_are_named(
 def test_a_head_that_kernels_lack_runs_in_operators(
     tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reason = "heads of sizes [8]: not one multiple of 16"
+    reason = "head sizes are [8]: must be one multiple of 16"
     with caplog.at_level("INFO"):
         head = load(tmp_path, dtype, head_dim=8)
     assert not isinstance(head, RoundStack)

@@ -393,9 +393,9 @@ def with_gate_up(made: Stack, weight: Weight) -> Stack:
 @pytest.mark.parametrize(
     ("gate", "up", "message"),
     [
-        ("Q4_K", "Q6_K", "`gate_up` is stored as Q4_K, Q6_K"),
-        ("float32", "Q6_K", "`gate_up` is stored as float32, Q6_K"),
-        ("int8 by 64", "int8 by 128", "`gate_up` is stored as int8"),
+        ("Q4_K", "Q6_K", "parts of `gate_up` differ in format or group size: Q4_K, Q6_K"),
+        ("float32", "Q6_K", "parts of `gate_up` differ in format or group size: float32, Q6_K"),
+        ("int8 by 64", "int8 by 128", "parts of `gate_up` differ in format or group size: int8"),
     ],
 )
 def test_gate_and_up_of_two_formats_are_unfit(gate: str, up: str, message: str) -> None:

@@ -76,7 +76,10 @@ def test_rows_in_parts_are_decided_as_together(
     process = importlib.import_module("foretoken.ops.backends.torch.process")
     evidence = importlib.import_module("foretoken.ops.backends.torch.verify")
     for rows in (1, 3):
-        limits = (process, "_CHUNK", max(vocabulary, 1024)), (evidence, "_AT_ONCE", 4 * vocabulary)
+        limits = (
+            (process, "_CHUNK", max(vocabulary, 1024)),
+            (evidence, "_MAX_LOGITS", 4 * vocabulary),
+        )
         for module, name, logits in limits:
             monkeypatch.setattr(module, name, rows * logits)
         parts = outcome(STOCK, case, whole)

@@ -4,8 +4,8 @@ A backend is a folder under `ops/backends/` and a name in `BACKENDS`. All backen
 of `Backend` (`ops/dispatch.py`) and draw equal tokens for equal logits and noise. `reference` is
 the fp64 oracle in the papers' notation; the others are fast.
 
-Noise does not depend on the state of a generator: it is a function of a key, the sample's 64 bits,
-and of a counter (group, position, draft index, stream); see `Stream`.
+Noise does not depend on the state of a generator: it is a function of the sample's 64-bit key and
+of a counter (group, position, draft index, stream); see `Stream`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BACKENDS = ("reference", "torch", "native", "triton")
 
 
 def unavailable(name: str) -> str | None:
-    """The reason why this backend cannot run on this machine; None if it can."""
+    """Why this backend cannot run here, None if it can; `ConfigError` for an unknown name."""
     reason: str | None = _package(name).available()
     return reason
 

@@ -32,13 +32,13 @@ FLOAT32, FLOAT64 = (torch.float32,), (torch.float64,)
 IDS = (torch.int64, torch.int32)
 RULES = frozenset(int(rule) for rule in Rule)
 STREAM_PAIRS = (TARGET, RESIDUAL, DRAFT)
-"""One stream for both noises would bias the distribution of rows longer than a block."""
+"""With one stream for tokens and blocks, draws from rows longer than a block would be biased."""
 _CHECKED: WeakSet[SlotParams | DraftCache] = WeakSet()
 """Objects that were checked: they are not checked again, so `verify` takes 14 us of the host's time
 instead of 27."""
 _latest_rates: ref[Tensor] | None = None
 """The rates that were checked last; an engine has only one tensor of rates. A check takes 0.4 us, a
-hundredth of one greedy request; SYNTHETIC must take the time of STANDARD."""
+hundredth of the verification of one greedy request."""
 _latest_batch: tuple[ref[AttentionBatch], object] | None = None
 """The batch that was checked last, and the other arguments checked with it. Checks in every layer
 were 2 to 4 % of a decode step through 20 layers of modules."""
@@ -46,7 +46,7 @@ MAX_TOP = 64
 MIN_TEMPERATURE = 9.99e-6
 """Just below 1e-5 in float32. At lower temperatures logits would overflow or round to ties."""
 LOOP_LIMIT = 64
-"""Up to so many values are compared in a Python loop: for one value it takes 1 us, numpy 3."""
+"""Up to this many values are compared in a Python loop: one value takes 1 us, with numpy 3 us."""
 
 
 class Letter(str):
@@ -195,7 +195,7 @@ def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.
 
 
 def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None:
-    """Check that there is a row for each request, enough columns, and a cache if q is needed."""
+    """Check that there is a row for each request, and a cache if q is needed, of enough columns."""
     check_kind("drafts", drafts, DraftBlock)
     device, shape_B = slot_B.device, slot_B.shape
     check_tensor("drafts.token_BK", drafts.token_BK, (*shape_B, K), IDS, device)
@@ -257,7 +257,7 @@ def check_evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> N
 
 
 def check_rates(synthetic_rate_K: Tensor, columns: int, device: torch.device) -> None:
-    """Check that the first `columns` drafts of a request have rates in [0, 1]."""
+    """Check that there is a rate for each of `columns` drafts, and that rates are in [0, 1]."""
     global _latest_rates
     was_checked = _latest_rates and _latest_rates() is synthetic_rate_K
     if not was_checked or synthetic_rate_K.device != device:
@@ -275,7 +275,7 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
     check_kind("edits", edits, Edits)
     device, (num_rows, vocabulary) = logits_NV.device, logits_NV.shape
     if (edits.mask_RW is None) != (edits.mask_N is None):
-        raise ConfigError("edits.mask_N", edits.mask_N, "None exactly if `mask_RW` is")
+        raise ConfigError("edits.mask_N", edits.mask_N, "None if `mask_RW` is, else given")
     if edits.mask_RW is not None and edits.mask_N is not None:
         check_tensor("edits.mask_RW", edits.mask_RW, (R, -(-vocabulary // 32)), INT32, device)
         check_tensor("edits.mask_N", edits.mask_N, (num_rows,), INT64, device)
@@ -329,8 +329,8 @@ def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
 def _check_slots(
     name: str, slot_N: Tensor, params: SlotParams, logits: Tensor, shape: tuple[int | Letter, ...]
 ) -> AbstractSet[int]:
-    """Check slots and parameters, on the host also their values, and return the rules of these
-    slots; no rules on a device, where values are not read."""
+    """Check slots and parameters, on the host also their values, and return the rules that these
+    slots may have; no rules on a device, where values are not read."""
     check_tensor(name, slot_N, shape, INT64, logits.device)
     check_params(params, logits.device)
     if not slot_N.is_cpu or slot_N.shape[0] == 0:
@@ -349,7 +349,9 @@ def _check_slots(
             raise ConfigError("params.rule_S", rule, f"one of {known}")
         if rule not in params.rules:
             promised = ", ".join(sorted(r.name for r in params.rules))
-            raise ConfigError("params.rules", promised, f"with {Rule(rule).name}, a slot's rule")
+            raise ConfigError(
+                "params.rules", promised, f"a set with {Rule(rule).name}, a slot's rule"
+            )
     not_zero, bound = [value for value in temperature if value != 0], "0, or >= 1e-5 and finite"
     check_between("params.temperature_S", not_zero, MIN_TEMPERATURE, 3.4e38, bound)
     check_between("params.top_p_S", top_p, 1e-45, 1, "in (0, 1]")
@@ -381,7 +383,8 @@ def check_attention(
     batch: AttentionBatch,
     options: AttentionOptions,
 ) -> None:
-    """Check all arguments of `Backend.attention`; what is equal in all layers only once a pass."""
+    """Check all arguments of `Backend.attention`. If batch, shapes and options are those of the
+    previous layer, only the sinks are checked."""
     global _latest_batch
     check_kind("options", options, AttentionOptions)
     scalars = options.scale, options.sliding_window, options.softcap
@@ -422,7 +425,7 @@ def _check_caches(query_THD: Tensor, key_cache: Tensor, value_cache: Tensor) -> 
 
 def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor) -> None:
     """Check that the batch has the block size and device of the cache; on the host also that it has
-    `tokens` tokens, some of each request, and that lengths and blocks fit."""
+    `tokens` tokens, at least one per request, and that lengths and blocks fit."""
     check_kind("batch", batch, AttentionBatch)
     if batch.values_fit:
         return
@@ -439,33 +442,33 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
 
 
 def check_draft_round(
-    drafting: DraftRound, length_B: Tensor, room: int, vocabulary: int, least: int = 1
+    drafting: DraftRound, length_B: Tensor, room: int, vocabulary: int, min_drafts: int = 1
 ) -> list[int]:
     """Check a `DraftRound` on the host; returns the number of drafts of each request.
 
     room: number of tokens that a row of the block table covers
-    least: smallest allowed number of drafts of a request
+    min_drafts: smallest allowed number of drafts of a request
     """
     slot_B, num_B, cache = drafting.slot_B, drafting.num_B, drafting.cache
     check_tensor("drafting.slot_B", slot_B, length_B.shape, INT64, contiguous=True)
     check_tensor("drafting.num_B", num_B, length_B.shape, INT64, contiguous=True)
     check_params(drafting.params, slot_B.device)
-    last, nums = drafting.params.key_S.shape[0] - 1, num_B.tolist()
+    last, num_drafts = drafting.params.key_S.shape[0] - 1, num_B.tolist()
     bound = f"in 0..{last}, the slots of `params`"
     check_between("drafting.slot_B", slot_B.tolist(), 0, last, bound)
-    for num, length in zip(nums, length_B.tolist(), strict=True):
+    for num, length in zip(num_drafts, length_B.tolist(), strict=True):
         end = room - length + 1
-        if not least <= num <= end:
-            bound = f"in {least}..{end}: the block table covers all drafts but the last"
+        if not min_drafts <= num <= end:
+            bound = f"in {min_drafts}..{end}: the block table covers all drafts but the last"
             raise ConfigError("drafting.num_B", num, bound)
     if cache is not None:
         check_cache("drafting.cache", cache, drafting.params, slot_B.device)
         dtype, (_, columns, width) = cache.logits_SKV.dtype, cache.logits_SKV.shape
-        if dtype is not torch.float32 or columns < max(nums) or width != vocabulary:
-            shape = (dtype, *cache.logits_SKV.shape)
-            bound = f"float32 [S, K >= {max(nums)}, {vocabulary}]"
-            raise ConfigError("drafting.cache.logits_SKV", shape, bound)
-    return nums
+        if dtype is not torch.float32 or columns < max(num_drafts) or width != vocabulary:
+            given = (dtype, *cache.logits_SKV.shape)
+            bound = f"float32 [S, K >= {max(num_drafts)}, {vocabulary}]"
+            raise ConfigError("drafting.cache.logits_SKV", given, bound)
+    return num_drafts
 
 
 def _check_batch_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
@@ -479,14 +482,14 @@ def _check_batch_values(batch: AttentionBatch, tokens: int, blocks: int) -> None
             bound = "rising, since every request has a token"
             raise ConfigError("batch.query_start_B1", start_B1, bound)
         if not end - start <= length <= room:
-            bound = f"in {end - start}..{room}, from its new tokens to the size of its blocks"
+            bound = f"in {end - start}..{room}, from its new tokens to the room in its blocks"
             raise ConfigError("batch.length_B", length, bound)
     bound = f"in 0..{blocks - 1}, the blocks of the cache"
     check_between("batch.block_BL", batch.block_BL.flatten().numpy(), 0, blocks - 1, bound)
 
 
 def check_hidden(hidden_SC: Tensor, slots: int, size: int) -> None:
-    """Check `DraftRound.hidden_SC`."""
+    """Check outputs of a drafting stack: `size` float32 numbers of each slot, or each row."""
     check_tensor("hidden_SC", hidden_SC, (slots, size), FLOAT32, contiguous=True)
 
 
@@ -518,8 +521,8 @@ def check_features(has_rule: bool, features: Features | None) -> None:
         raise ConfigError("features", type(features).__name__, bound)
 
 
-def check_aux(aux: Sequence[Tensor], tokens: int, numbers: int) -> None:
-    """Check the hidden states that a head reads, in all `numbers` numbers for each token."""
+def check_aux(aux: Sequence[Tensor], tokens: int, size: int) -> None:
+    """Check the hidden states that a drafting stack reads, together `size` numbers per token."""
     for i, state_TH in enumerate(aux):
-        shape = (tokens, numbers // len(aux))
+        shape = (tokens, size // len(aux))
         check_tensor(f"aux[{i}]", state_TH, shape, FLOAT32, contiguous=True)

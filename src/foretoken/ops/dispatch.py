@@ -22,7 +22,7 @@ from foretoken.ops.types import (  # isort: skip
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions that a backend's folder provides: those of `Backend`, without checks."""
+    """The functions that a backend's folder provides: those of `Backend` without its checks."""
 
     process_logits: Callable[[Rows], Tensor]
     sample: Callable[[Rows, Noise], Tensor]
@@ -41,25 +41,25 @@ class Kernels:
 class Backend:
     """The contract: checks arguments, then calls a backend's kernels. Shapes as in `ops/types.py`.
 
-    Only `draft` changes an argument. Logits have unit stride along V; rows may lie apart. All
-    backends except the reference round float64 logits to float32. A row is *finite* if, after its
-    edits, it has no NaN or +inf and its maximum is finite: -inf marks a dropped token. An argument
-    that does not fit raises `ConfigError` before any work (`ops/checks.py`).
+    Only `draft` changes an argument, the cache. Logits have unit stride along V and any stride
+    between rows. All backends except the reference round float64 logits to float32. A row is
+    *finite* if, after its edits, it has no NaN or +inf and its maximum is finite: -inf marks a
+    dropped token. An argument that does not fit raises `ConfigError` first (`ops/checks.py`).
     """
 
     def __init__(self, name: str, kernels: Kernels, deterministic: bool = False) -> None:
         self.name, self.deterministic, self._kernels = name, deterministic, kernels
 
     def process_logits(self, rows: Rows) -> Tensor:
-        """Apply each row's edits, temperature, min_p, top_k, top_p, in this order, as the other
-        functions do. A row that is not finite does not become finite.
+        """Apply each row's edits, temperature, min_p, top_k, top_p, in this order. A row that is
+        not finite does not become finite.
 
         Returns:
             New [N, V] logits (float32; float64 in the reference): divided by the temperature,
             dropped tokens at -inf. Rows at T=0 are edited but neither scaled nor filtered.
-            Ties are kept: top-k keeps every logit >= the k-th largest; top-p keeps every logit >=
-            the largest threshold whose mass inside the top-k set reaches p; min-p keeps
-            p >= min_p * p_max.
+            Equal logits are kept or dropped together: top-k keeps every logit >= the k-th largest;
+            top-p keeps every logit >= the largest t such that the logits >= t have at least the
+            mass top_p within the top-k set; min-p keeps probabilities >= min_p * the largest.
         """
         checks.check_rows(rows)
         return self._kernels.process_logits(rows)
@@ -69,12 +69,12 @@ class Backend:
         (Gumbel-max).
 
         Rows at T=0 take the argmax, lowest index on ties. Rows with top-k active (0 < k < V), and
-        rows of slots under `Rule.COUPLED`, use flat Gumbel noise by token id over the kept tokens.
-        All other rows use hierarchical noise over blocks of 1024 ids: block = argmax(log-mass +
-        G_block), then token = argmax(logit + G_token) within the block.
+        rows of slots under `Rule.COUPLED`, are drawn *flat*: argmax(logit + G_token) over all kept
+        tokens. All other rows are drawn hierarchically, by blocks of 1024 ids: block =
+        argmax(log-mass + G_block), then token = argmax(logit + G_token) within the block.
 
-        A row that is not finite gives a meaningless id in [0, V), without a mark. `verify` without
-        drafts draws the same tokens as `sample` with `TARGET` noise, and marks such rows.
+        A row that is not finite gives a meaningless id in [0, V). `verify` without drafts draws the
+        same tokens as `sample` with `TARGET` noise, and reports such rows by `finite_B`.
         """
         checks.check_sample(rows, noise)
         return self._kernels.sample(rows, noise)
@@ -108,8 +108,8 @@ class Backend:
           rate cannot make it a token of the target. Neither such an id nor any draft after it is
           accepted. The token that replaces it is drawn from p with TARGET noise, as a bonus token.
         - The token that replaces a rejected draft is drawn from norm(max(w p - q, 0)) with RESIDUAL
-          noise; if that has zero mass, from p with RESIDUAL noise. A backend may treat less than
-          1e-40 as zero; only SYNTHETIC rejects there.
+          noise; if that has zero mass, which happens only under SYNTHETIC, from p with RESIDUAL
+          noise. A backend may treat a mass below 1e-40 as zero.
         - Under COUPLED every token is the target's own draw with TARGET noise. Neither COUPLED nor
           T=0 reads q.
         - A target row that is not finite has p = 0 everywhere (and S_i = 0 under BLOCK): only
@@ -127,9 +127,9 @@ class Backend:
     def evidence(self, batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
         """The numbers that decided some requests of a verification: p, q and u of all their drafts.
 
-        p and q are those of processed rows. At T=0 p is 1 for the argmax; under COUPLED, which
-        compares draws, p is the probability of these draws. In both cases q is not read and counts
-        as one-hot. p is 0 in a target row that is not finite.
+        p and q are those of processed rows. At T=0 p is one-hot at the argmax. Under COUPLED, which
+        only compares draws, p is still the target's probability. In both cases q is not read and
+        counts as one-hot. p is 0 in a target row that is not finite.
 
         Args:
             batch: the verified batch; the cache must still have its q.
@@ -173,7 +173,7 @@ class Backend:
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
 
     def load_stack(self, stack: Stack, positions: int, most_rows: int) -> LoadedStack:
-        """Load a stack in this backend's own layout, or in stock operators if there is none.
+        """Load a stack in this backend's own layout; a backend without one uses stock operators.
 
         Args:
             positions: length of the longest context.
@@ -182,7 +182,7 @@ class Backend:
 
         Raises:
             UnfitError: the kernels do not implement part of this stack; the message says which.
-            ConfigError: the outputs of the head do not match the vocabulary.
+            ConfigError: the outputs of the head do not match the vocabulary or `target_ids`.
         """
         checks.check_stack(stack)
         load_stack = self._kernels.load_stack
@@ -249,7 +249,7 @@ def draft_cache(
     and top_p.
 
     Args:
-        backend: the one that will verify; thresholds and LSEs are bitwise those of its `draft`.
+        backend: the one that will verify; the cache is bitwise what its `draft` would write.
         logits_BKV: raw draft logits [B, K, V'], any float dtype, adjacent along V'; draft i of
             request b was drawn from row (b, i). Rows after a request's last draft may have any
             numbers, and a row that is not finite counts as no draft.
@@ -258,7 +258,7 @@ def draft_cache(
 
     Returns:
         A new cache [S, K, V'] in the dtype of the logits. Slots that are not in `slot_B` have no q:
-        a draft there counts as no draft if its `real_q_B` is True.
+        their drafts count as no drafts where `real_q_B` is True.
 
     Raises:
         ConfigError: names the argument that does not fit.
@@ -280,10 +280,10 @@ def draft_cache(
         ...     token_BK=torch.tensor([[0, 1]]), num_B=torch.tensor([2]), cache=cache,
         ...     real_q_B=torch.tensor([True]),
         ... )
-        >>> no = -torch.inf
-        >>> p_logits_NV = torch.tensor([[1.0, 2.0, 0.0], [no, no, 0.0], [0.0, 0.0, 0.0]])
-        >>> at = torch.tensor([0])
-        >>> verdict = ops.verify(VerifyBatch(p_logits_NV, params, at, at, drafts))
+        >>> inf = torch.inf
+        >>> p_logits_NV = torch.tensor([[1.0, 2.0, 0.0], [-inf, -inf, 0.0], [0.0, 0.0, 0.0]])
+        >>> slot_B = position_B = torch.tensor([0])
+        >>> verdict = ops.verify(VerifyBatch(p_logits_NV, params, slot_B, position_B, drafts))
         >>> verdict.token_BK1.tolist(), verdict.n_accept_B.tolist()
         ([[0, 2, -1]], [1])
     """

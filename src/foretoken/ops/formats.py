@@ -69,7 +69,7 @@ def decode_groups(codes: Tensor, scale_NG: Tensor) -> Tensor:
 
 
 def round_rows(x: Tensor) -> Tensor:
-    """Round activations [.., in] as before a product with blocks: to 8 bits, one scale per 32.
+    """Round activations [.., in] to 8 bits, one scale per 32, as before a product with blocks.
 
     A number becomes scale * code, with scale = the group's largest magnitude / 127 and codes
     rounded to the nearest, ties to even. NaN and infinities make their group NaN. A group with all

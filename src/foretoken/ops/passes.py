@@ -34,7 +34,7 @@ def before_passes(call: Callable[[], None]) -> None:
 
 
 def pass_begins() -> None:
-    """Run this thread's hook."""
+    """Run this thread's hook, if any."""
     if _hook.call is not None:
         _hook.call()
 

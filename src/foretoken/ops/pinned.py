@@ -3,8 +3,8 @@
 A copy from ordinary memory may make the host wait for everything that was launched before.
 
 Pinned memory is reused here, and never given back to PyTorch. Before PyTorch frees pinned memory,
-it asks the device whether the copies are done. If the device has failed, this raises an error in a
-destructor, which ends the process before the failure can be reported (torch 2.11).
+it asks the device whether the copies are done. If the device has failed, this query raises an
+error in a destructor, which ends the process before the failure can be reported (torch 2.11).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 _MIN_BYTES = 4096  # smallest piece of pinned memory; the bytes of a piece are a power of 2
-# `fill` copies pieces of so many bytes, and at most so many pieces may be under way.
-_FILL_BYTES, _MAX_UNDER_WAY = 4 << 20, 8
+_FILL_BYTES = 4 << 20  # of each piece that `fill` copies
+_MAX_RUNNING = 8  # copies of `fill` that may run at the same time
 
 
 def _new_event() -> torch.cuda.Event:
@@ -37,7 +37,7 @@ class Pool:
     """Pieces of pinned memory that are lent and given back.
 
     Args:
-        pin: allocates a piece of that many bytes, uint8.
+        pin: allocates a uint8 tensor of that many bytes.
         new_event: makes an event of the device.
     """
 
@@ -74,7 +74,8 @@ POOL = Pool()
 
 
 class Staging:
-    """A tensor `host`, valid until `give_back`: in pinned memory, or ordinary for a CPU."""
+    """A tensor `host`, valid until `give_back`: in pinned memory, or in ordinary memory if `device`
+    is a CPU."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pool: Pool = POOL
@@ -89,15 +90,15 @@ class Staging:
         self.host = self._piece[:num_bytes].view(dtype).view(shape)
 
     def give_back(self, event: torch.cuda.Event | None = None) -> None:
-        """Allow reuse once `event` has passed; None: once all launched work is done."""
+        """Allow reuse of `host` once `event` has passed; None: once all launched work is done."""
         if self._piece is not None:
             self._pool.give_back(self._piece, self._pool.record() if event is None else event)
             self._piece = None
 
 
 class ToHost:
-    """Copies of tensors on the host, made after everything that was launched before. Tensors on a
-    CPU are not copied, and must not be written to later."""
+    """Copies of a device's tensors in host memory, made after all work that was launched before.
+    Tensors on a CPU are not copied, and must not be written to later."""
 
     def __init__(self, tensors: Sequence[Tensor], pool: Pool = POOL) -> None:
         self._event: torch.cuda.Event | None = None
@@ -127,7 +128,7 @@ class ToHost:
 
 
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Copy an array to a device, in order with launches; a tensor on a CPU shares the memory."""
+    """Copy an array to a device, in launch order; a tensor on a CPU shares the array's memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -141,21 +142,21 @@ def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 def fill(target: Tensor, source: Tensor) -> None:
     """Copy a large host tensor to a contiguous tensor of the same shape, and wait for the copy. The
     driver's own copies, from memory that is not pinned, take twice as long (15 GiB to an H100:
-    2.5 s against 1.3 s; notes of `loading_gpu.json`)."""
+    2.5 s instead of 1.3 s; notes of `loading_gpu.json`)."""
     if target.device.type == "cpu":
         target.copy_(source)
         return
-    numel, under_way = _FILL_BYTES // target.element_size(), deque[torch.cuda.Event]()
+    numel, running = _FILL_BYTES // target.element_size(), deque[torch.cuda.Event]()
     pieces = (torch.split(tensor.view(-1), numel) for tensor in (target, source))
     for target_piece, source_piece in zip(*pieces, strict=True):
-        if len(under_way) == _MAX_UNDER_WAY:
-            under_way.popleft().synchronize()
+        if len(running) == _MAX_RUNNING:
+            running.popleft().synchronize()
         staging = Staging(source_piece.shape, target.dtype, target.device)
         staging.host.copy_(source_piece)
         target_piece.copy_(staging.host, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(target.device))
         staging.give_back(event)
-        under_way.append(event)
-    for event in under_way:
+        running.append(event)
+    for event in running:
         event.synchronize()

@@ -1,7 +1,7 @@
 """Verification rules: which drafts a request accepts, and how its residual is weighted.
 
 There is one function per rule on [B, K] numbers, for backends in stock operators. Compiled backends
-implement each rule again; all are tested against the oracle. Reductions over the vocabulary and
+implement each rule again; all are tested against the reference. Reductions over the vocabulary and
 noise are the backend's. A rule that needs a further reduction adds a field to `RuleInputs`.
 
 Notation: p target, q draft distribution, x_i the draft i = 1..K of a request, u_i its acceptance
@@ -25,9 +25,8 @@ class RuleInputs:
     """What rules decide by: one float64 number per draft in each field.
 
     log_p_BK: log p(x_i); -inf where the target gives the draft no mass (or is not finite)
-    log_q_BK: log q(x_i); 0 for a one-hot q; -inf if q = 0 everywhere: after the request's last
-        draft, for a placeholder, and for a draft row that is not finite. Such a draft is never
-        accepted, nor is any draft after it.
+    log_q_BK: log q(x_i); 0 for a one-hot q; -inf after the request's last draft, and for an id that
+        counts as no draft (`Backend.verify`): neither it nor any draft after it is accepted
     log_u_BK: log of the acceptance uniform
     synthetic_rate_K: c_i, the rates of SYNTHETIC; None if no request is under it
     residual_mass_BK: S_{i-1} = sum_x max(w p(x) - q(x), 0) of the row that decides x_i, with the
@@ -49,8 +48,8 @@ Decide = Callable[[RuleInputs], Tensor]
 
 
 def log_ratio(x: RuleInputs) -> Tensor:
-    """log p(x_i) - log q(x_i), -inf where q = 0 everywhere; exactly 0 where p = q, so that the
-    draft is then accepted for every u < 1."""
+    """log p(x_i) - log q(x_i), -inf where q(x_i) = 0; exactly 0 where p = q, so that the draft is
+    then accepted for every u < 1."""
     return (x.log_p_BK - x.log_q_BK).masked_fill_(x.log_q_BK.isneginf(), -torch.inf)
 
 
@@ -64,8 +63,8 @@ def block(x: RuleInputs) -> Tensor:
     """Accept all drafts up to the last x_i with u_i < h_i (Sun et al. 2024, algorithm 2).
 
     p_0 = 1, p_i = min(1, p_{i-1} p(x_i) / q(x_i)); h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, and h_K =
-    p_K, which also follows from S_K = p_K. K is the request's number of drafts, after which q = 0.
-    w_i = p_i.
+    p_K, which also follows from S_K = p_K. K is the number of drafts before the first one with
+    q(x_i) = 0. w_i = p_i.
     """
     if x.residual_mass_BK is None:
         raise ValueError("the block rule needs `residual_mass_BK`")
@@ -74,8 +73,8 @@ def block(x: RuleInputs) -> Tensor:
     h_BK = mass_BK / (mass_BK + 1 - p_BK)
     last_BK = torch.cat([x.log_q_BK[:, 1:].isneginf(), torch.ones_like(p_BK[:, -1:]).bool()], dim=1)
     h_BK = torch.where(last_BK, p_BK, h_BK.nan_to_num(nan=1.0))
-    reached_BK = (x.log_u_BK < h_BK.log()) & ~x.log_q_BK.isneginf().cummax(dim=1).values
-    return reached_BK.flip(1).cummax(dim=1).values.flip(1)
+    passes_BK = (x.log_u_BK < h_BK.log()) & ~x.log_q_BK.isneginf().cummax(dim=1).values
+    return passes_BK.flip(1).cummax(dim=1).values.flip(1)
 
 
 def block_weights(x: RuleInputs) -> Tensor:
@@ -115,7 +114,7 @@ def rules_of(rule_B: Sequence[int]) -> list[Rule]:
     """The distinct rules of a batch; `NotImplementedError` for a rule that is not in `RULES`."""
     used = set(rule_B)
     if unknown := used - RULES.keys():
-        raise NotImplementedError(f"`ops/rules.py` lacks the verification rules {unknown}")
+        raise NotImplementedError(f"`ops/rules.py` has no rules with these numbers: {unknown}")
     return [rule for rule in RULES if rule in used]
 
 

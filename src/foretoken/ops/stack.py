@@ -121,7 +121,7 @@ def rounds_rows(stack: Stack) -> bool:
 
 
 def first_rows(weight: Weight, count: int) -> Weight:
-    """The weight of the first `count` outputs."""
+    """The weight of the first `count` outputs; `UnfitError` for a `Joined` weight."""
     if isinstance(weight, Blocks) and weight.order_N is not None:
         return weight._replace(order_N=weight.order_N[:count])
     if isinstance(weight, Blocks):
@@ -132,7 +132,7 @@ def first_rows(weight: Weight, count: int) -> Weight:
 
 
 def first_columns(weight: Weight, count: int) -> Weight:
-    """The weight of the first `count` inputs, a whole number of blocks or groups."""
+    """The weight of the first `count` inputs, whole blocks or groups; `UnfitError` if `Joined`."""
     if count == weight.shape[1]:
         return weight
     if isinstance(weight, Blocks):
@@ -154,7 +154,7 @@ def tensors_of(weight: Weight) -> Iterator[Tensor]:
 
 
 def dtype_of(weight: Weight) -> torch.dtype:
-    """The dtype of products with a weight: float32 for blocks and groups."""
+    """The dtype of products with a weight: float32 unless the weight is `Dense`."""
     return weight.values.dtype if isinstance(weight, Dense) else torch.float32
 
 
@@ -354,13 +354,13 @@ class KV(Protocol):
 
 
 Features = Sequence[Tensor] | Tensor
-"""Hidden states of the target, one [T, C] per layer; or outputs of the previous rows, [T, C]."""
+"""Hidden states of the target, one [T, C] per layer; or the stack's outputs of previous rows."""
 
 
 class ForwardOutput(NamedTuple):
     """The result of one forward pass. The next pass may overwrite it.
 
-    logits_NV: raw logits, one row per entry of `ForwardBatch.logit_row_N`; [0, V] without logits
+    logits_NV: raw logits, one row per entry of `ForwardBatch.logit_row_N`; [0, V] if not asked for
     aux: the requested hidden states of all tokens, [T, hidden] each, numbered as in Transformers'
         `hidden_states`: state i is the input of layer i, and the last one is the normed input of
         the output layer
@@ -465,4 +465,4 @@ class RoundStack(LoadedStack, Protocol):
 
     def observe(self, batch: ForwardBatch, kv: KV, features: Features, outcome: Outcome) -> None:
         """With a `FeatureRule`: run the rows of the target's pass that have a known next token,
-        which is their input. `batch` (but for `token_T`) and `features` are those of that pass."""
+        which is their input. `batch`, except `token_T`, and `features` are those of that pass."""

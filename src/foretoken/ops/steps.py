@@ -1,9 +1,9 @@
 """The contract of a backend's functions on the slots of a step, between the passes of models.
 
 On an asynchronous device only the device knows tokens and lengths; sizes are upper bounds known to
-the host. There every function launches one or two kernels, whatever the batch, and reads nothing
-back, so that steps can be captured. On a CPU batches have their true sizes. Arguments are not
-checked, because the engine is the only caller. All tensors are contiguous.
+the host. On such a device every function launches one or two kernels, whatever the batch, and reads
+nothing back, so that steps can be captured. On a CPU batches have their true sizes. Arguments are
+not checked, because the engine is the only caller. All tensors are contiguous.
 
 The last slot is the spare slot. It pads batches, and may occur several times in one batch. It has
 one token, may have no more, and its whole block table names one block that belongs to no request.
@@ -43,7 +43,7 @@ class SlotState(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """The tokens that a step computes: known tokens of each request, then drafts if it decides.
+    """The tokens that a step computes: known tokens of each request, then its drafts if it decides.
 
     slot_B: int64, no two alike except the spare slot
     num_tokens_B: int64, number of known tokens to compute, at least one
@@ -82,8 +82,8 @@ class ForwardBatch(NamedTuple):
     logit_row_N: int64 indices into T of the tokens that need logits; if N = T, all in order
     attention: which request each token belongs to, and the blocks of each request, as far as this
         pass needs them
-    num_deciding: how many of the N rows decide: first come the last K_b + 1 rows of each deciding
-        request, in order. None: all N rows decide
+    num_deciding: number of rows with which requests decide. These rows come first: K_b + 1 of each
+        deciding request, in order. None: all N rows
     """
 
     token_T: Tensor
@@ -100,7 +100,7 @@ class DraftRequests(NamedTuple):
     """Requests to draft for, and how many drafts to make.
 
     slot_B: int64
-    num_B: int64, K_b: the most drafts of each request, 0 allowed
+    num_B: int64, K_b: upper bound of the drafts of each request, 0 allowed
     position_B: int64, number of known tokens of each request: the position of the first draft
     most: upper bound of all `num_B`, known to the host
     params: the parameters of all slots; the flags hold for this step
@@ -120,9 +120,9 @@ class DraftRequests(NamedTuple):
 class Round(NamedTuple):
     """The batches of all passes of a round of drafting, over the block table of `first.attention`.
 
-    Pass i > 0 computes one token of each request, draft i - 1, even if the request needs no more
-    drafts: after the request's own blocks the table names the spare slot's block. Row i of the
-    fields with suffix KB belongs to pass i.
+    Pass i > 0 computes one token of each request, draft i - 1. If the request needs no more drafts,
+    its K/V go to the spare slot's block, which the table names after the request's own blocks. Row
+    i of the fields with suffix KB belongs to pass i.
 
     num_B: int64, number of drafts of each request for which the model has positions
     first: the batch of pass 0: known tokens, with logits of each request's last known token
@@ -165,13 +165,15 @@ class Steps(Protocol):
         self, requests: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
         """Write each request's first `num_B` drafts after its known tokens, as ids in 0..last_id.
-        On a CPU, `IntegrityError` if a request has more drafts than were requested."""
+        On a CPU, `IntegrityError` unless `num_B` has an entry per request, at most that of
+        `requests.num_B`."""
 
     def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
         """Pack each request's next tokens; deciding requests have K_b + 1 rows of logits.
 
         The spare slot replaces a request that may have no more tokens. On a CPU the batch has
-        exactly the tokens, rows and columns of blocks that it needs, whatever the bounds.
+        exactly the tokens, rows and columns of blocks that it needs, whatever the bounds;
+        `IntegrityError` if a token was never written or a slot lacks room.
         """
 
     def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:

@@ -1,5 +1,5 @@
-"""Indexes of the places where a text's last tokens occurred before: the numpy arrays on which
-`backends/native/csrc/suffix.cpp` works, and the calls.
+"""Indexes by which the last tokens of a text are found in earlier text: their numpy arrays, and the
+calls of `backends/native/csrc/suffix.cpp`, which reads and writes the arrays.
 
 Shapes: N rings, W tokens of a ring, B requests, K drafts.
 """
@@ -20,17 +20,17 @@ from foretoken.ops.steps import DraftRequests
 
 Array = NDArray[Any]
 
-# Links per token: for each length of `kLengths` one link to the previous place at which that many
-# tokens, up to and with the place, have the same hash.
+# Links per token, one for each length n of `kLengths` in `suffix.cpp`: a link leads to the latest
+# earlier token that ends n tokens with the same hash.
 LINKS = 3
-_END, _SIZE = 5, 6  # fields of `SuffixIndex`
+_END, _SIZE = 5, 6  # the numbers of these fields of `SuffixIndex`
 _SEPARATOR = -1  # after each text of a ring
 
 
 class SuffixOptions(NamedTuple):
     """Limits of drafts.
 
-    depth: the most tokens of a match that are compared
+    depth: upper bound of the tokens that are compared for a match
     max_factor: upper bound of the number of drafts per token of the match
     min_product: lower bound of the product of the drafts' frequencies
     """
@@ -41,7 +41,7 @@ class SuffixOptions(NamedTuple):
 
 
 class SuffixIndexes:
-    """Indexes of N rings: arrays of fixed size with the latest tokens of some texts.
+    """Indexes of N rings. A ring is an array of fixed size with the latest tokens of some texts.
 
     Args:
         rings: int32 [W] each, contiguous, at least one token.
@@ -52,13 +52,13 @@ class SuffixIndexes:
 
     def __init__(self, rings: Sequence[Array]) -> None:
         self._rings = rings
-        self._kept: list[tuple[Array, Array]] = []  # memory that `field_NF` points to
+        self._memory: list[tuple[Array, Array]] = []  # `field_NF` points to these arrays
         fields = []
         for ring in rings:
             capacity, buckets = len(ring), _num_buckets(len(ring))
             latest = np.empty((LINKS, buckets), dtype=np.int32)
             before = np.empty((LINKS, capacity), dtype=np.int32)
-            self._kept.append((latest, before))
+            self._memory.append((latest, before))
             arrays = (ring, latest, before)
             fields.append([*(array.ctypes.data for array in arrays), capacity, buckets, 0, 0])
         self.field_NF: Array = np.array(fields, dtype=np.int64).reshape(len(rings), 7)
@@ -108,16 +108,16 @@ def propose(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts after the known tokens of each request, in one call.
 
-    For the request's slot and for the first `num_shared_B` shared indexes, a candidate is the
-    commonest continuation of the longest suffix of the request that occurred there before. The
-    drafts are the candidate with the largest expected number of accepted drafts.
+    Each index that a request reads, that of its slot and the first `num_shared_B` shared indexes,
+    gives one candidate: the commonest continuation of the longest suffix of the request's text that
+    the index has. The drafts are the candidate with the largest expected number of accepted drafts.
 
     New tokens of a slot, except the last one, are first added to `slot_indexes`.
 
     Returns:
         The drafts, int64 [B, requests.most], -1 after a request's last draft; the number of drafts,
-        int64 [B]; and the number that would be accepted if tokens followed as often as they did
-        before, float64 [B].
+        int64 [B]; and the number of accepted drafts to expect by the frequencies in the index,
+        float64 [B].
     """
     count = len(requests.slot_B)
     token_BK = torch.empty((count, requests.most), dtype=torch.int64)

@@ -56,11 +56,11 @@ class SlotParams:
     top_k_S: int64; active iff 0 < k < V
     top_p_S: float32 in (0, 1]; 1 is off
     min_p_S: float32 in [0, 1]; 0 is off
-    rule_S: int64, a `Rule`; slots under COUPLED always draw flat noise
+    rule_S: int64, a `Rule`; slots under COUPLED always draw flat (`Backend.sample`)
     has_filters: False promises that top-k, top-p and min-p are off in every slot in use, so that a
         backend need not read them from the device; True promises nothing
-    rules: promises that slots in use have no other rule
-    values_fit: True promises that the values of slots in use are in range: ops do not check
+    rules: promises that slots in use have no rule except these
+    values_fit: True promises that values of slots in use are in range: ops do not check them then
     """
 
     key_S: Tensor
@@ -178,13 +178,13 @@ class DraftBlock:
         the target lacks (>= V) have p = 0.
     num_B: int64, K_b drafts of each request, 0 allowed
     cache: has the q of this batch's slots; None if no request has a real q
-    real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request without its q). At T=0
-        and under COUPLED q is not read.
+    real_q_B: bool; False means one-hot q (greedy drafts, n-grams, drafts of which q was not kept).
+        At T=0 and under COUPLED q is not read.
     source_B: int64, the number of the drafter that made each request's drafts; None: the drafters
         that the requests name
-    expected_B: float64, for drafts by lookup: how many drafts would be accepted if tokens followed
-        as often as they did before; None: not counted
-    faults: by slot, an error in drafting that concerns only this request, which has no drafts
+    expected_B: float64, for drafts by lookup: how many accepted drafts to expect by the frequencies
+        in earlier text; None: unknown
+    faults: by slot, an error in drafting for only this slot's request, which has no drafts
     """
 
     token_BK: Tensor
@@ -254,7 +254,7 @@ class Verdict(NamedTuple):
     n_accept_B: int64 in 0..K_b, number of accepted drafts
     finite_B: bool; False if there is no token after the accepted drafts, because one of the
         deciding target rows (0..n_accept) was not finite after its edits, or because the request's
-        rule is unknown
+        rule is unknown or cannot be applied
     """
 
     token_BK1: Tensor
@@ -271,7 +271,7 @@ class Evidence(NamedTuple):
     p_RK1: float64, p(x_i); column K: p of the token that follows the accepted drafts
     q_RK1: float64, q(x_i): 1 if q is one-hot; NaN if the draft row is not finite; 0 if x_i counts
         as no draft for another reason. Column K: q of the token that follows the accepted drafts,
-        in the row of the draft that it replaces; 0 if it replaces none
+        in the row of the draft that it replaces; 0 if it replaces no draft
     u_RK: float64, the acceptance uniforms
     mass_RK: float64, under BLOCK S_i, the residual mass after the prefix that ends with draft i, if
         a draft follows draft i; NaN elsewhere

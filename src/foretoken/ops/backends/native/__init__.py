@@ -6,7 +6,7 @@ from foretoken.ops.dispatch import Kernels
 
 
 def available() -> str | None:
-    """Why there are no native kernels on this machine; None if there are."""
+    """Why native kernels cannot run on this machine; None if they can."""
     from foretoken.ops.backends.native import library
 
     return library.missing()

@@ -15,7 +15,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `csrc/rows.
 
 
 class Struct(array):  # type: ignore[type-arg]
-    """The fields of a C struct; keeps what they point to alive. `ctypes` passes its address."""
+    """The fields of a C struct; keeps alive what they point to. `ctypes` passes the address."""
 
     __slots__ = ("_as_parameter_", "_kept")
     _as_parameter_: int
@@ -28,9 +28,9 @@ def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def struct(tensors: Sequence[Tensor | None], *numbers: int, kept: object = None) -> Struct:
-    """A struct of the addresses of tensors, which are copied if not contiguous, and numbers.
+    """A struct of the addresses of tensors, which are copied if not contiguous, and of `numbers`.
 
-    It keeps the tensors alive, and also `kept`: objects with the memory that `numbers` point to.
+    The struct keeps alive the tensors and `kept`: the memory of addresses among `numbers`.
     """
     contiguous = [None if tensor is None else tensor.contiguous() for tensor in tensors]
     result = Struct("q", [*addresses(contiguous), *numbers])

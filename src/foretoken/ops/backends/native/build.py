@@ -4,8 +4,8 @@ This file imports the standard library only, since the hook that builds a wheel 
 its path before anything is installed. There is one library per instruction set, so that a wheel
 built anywhere runs anywhere. A library's name holds a digest of the sources, so that a library of
 other sources is never loaded. The last bytes of a library, which the system's loader does not read,
-are a digest of all other bytes: by them a damaged library is detected before it kills the process
-with SIGBUS.
+are a digest of all other bytes: a damaged library is detected by this digest before the library
+kills the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
 LIBRARIES = HERE / "lib"
 
-# Flags of each instruction set, the most capable first. v4 has 512-bit vectors, v3 every x86 server
-# since about 2014; VNNI adds up products of 8-bit numbers in one operation instead of three.
+# Flags of each instruction set, the most capable first. x86 servers have v3 since 2014 or so; v4
+# has 512-bit vectors; VNNI adds up products of 8-bit numbers in one operation instead of three.
 VARIANTS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "x86-64-v4-vnni": ["-march=x86-64-v4", "-mavx512vnni"],
@@ -45,7 +45,7 @@ _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall",
 _SHARED = ["-shared", "-fPIC", "-pthread"]
 _DIGEST_BYTES = hashlib.sha256().digest_size  # at the end of a library
 _UNFINISHED = ".partial"  # suffix of a library that is being linked
-_MAX_ERROR_LINES = 5  # of a compiler, in a message
+_MAX_ERROR_LINES = 5  # of a compiler's output, in the message of a `BuildError`
 _REPORT_S = 5.0  # between two lines of progress
 _MAX_BUILD_S = 3600.0  # an older unfinished file was left by a killed build
 Report = Callable[[int, int], None]
@@ -75,7 +75,7 @@ def is_whole(path: Path) -> bool:
 
 
 def build(report: Report = lambda done, total: None) -> list[Path]:
-    """Compile every missing variant of this machine's architecture; delete outdated libraries.
+    """Compile the missing and damaged libraries of this architecture; delete outdated libraries.
 
     Args:
         report: called with (files compiled, total number of files) at least every few seconds; not
@@ -97,7 +97,7 @@ def build(report: Report = lambda done, total: None) -> list[Path]:
         if path not in flags_of:
             path.unlink(missing_ok=True)
     for path in LIBRARIES.iterdir():  # delete what killed builds have left
-        with contextlib.suppress(FileNotFoundError):  # another build has just deleted its file
+        with contextlib.suppress(FileNotFoundError):  # another build has just deleted this
             if time.time() - path.stat().st_mtime <= _MAX_BUILD_S:
                 continue
             if path.is_dir():
@@ -108,7 +108,7 @@ def build(report: Report = lambda done, total: None) -> list[Path]:
 
 
 def _compile(missing: dict[Path, list[str]], report: Report) -> None:
-    """Compile the sources in parallel, one per core at a time; then link each missing library."""
+    """Compile the sources in parallel, one on each core; then link each missing library."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError("there is no C++ compiler (`g++` or `clang++`)")
@@ -136,8 +136,8 @@ def _compile(missing: dict[Path, list[str]], report: Report) -> None:
             running = {*tasks}
             while running:
                 report(len(tasks) - len(running), len(tasks))
-                done, running = wait(running, _REPORT_S, return_when=FIRST_COMPLETED)
-                for task in done:
+                finished, running = wait(running, _REPORT_S, return_when=FIRST_COMPLETED)
+                for task in finished:
                     task.result()
             report(len(tasks), len(tasks))
         finally:
@@ -160,11 +160,11 @@ def _link(command: list[str], flags: list[str], path: Path) -> None:
 
 def _run(command: list[str], shown_flags: list[str]) -> None:
     """Run a command of the compiler. If the command fails, raise a `BuildError` with the first
-    errors, and with only `shown_flags` of the command's arguments."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
+    errors, else the last lines, and with only `shown_flags` of the command's arguments."""
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode == 0:
         return
-    lines = [line.strip() for line in done.stderr.splitlines() if "warning:" not in line]
+    lines = [line.strip() for line in process.stderr.splitlines() if "warning:" not in line]
     errors = [line for line in lines if re.search(r"\berror\b|undefined reference", line)]
     shown = errors[:_MAX_ERROR_LINES] or lines[-_MAX_ERROR_LINES:]
     raise BuildError("\n  ".join([f"`{' '.join([command[0], *shown_flags])}` failed:", *shown]))

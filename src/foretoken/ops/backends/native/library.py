@@ -1,8 +1,8 @@
 """The compiled kernels as Python functions: choosing and loading a library, the C signatures.
 
 Pointers are addresses of contiguous arrays that the caller keeps alive during the call. Calls
-release the GIL, and raise an error if they fail. Those of `steps` are shorter than another thread
-would keep the GIL: they do not release it, and return a status, which the caller `check`s.
+release the GIL, and raise an error if they fail. Functions of `steps`, shorter than a wait for the
+GIL, keep the GIL and return a status, which the caller passes to `check`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEEDS = {
     "x86-64-v3-vnni": _V3 | {"avx_vnni"},
     "x86-64-v3": _V3,
 }
-"""The features that an x86 processor needs for each variant; other architectures have one."""
+"""The features that an x86 processor needs for each variant; `aarch64` needs none."""
 
 
 class Machine(NamedTuple):
@@ -69,13 +69,12 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 @cache
 def choose_variant(machine: Machine) -> tuple[str | None, str]:
-    """The most capable variant that was built and runs on this processor; None and why, if none.
-
-    Raises `ConfigError` if the environment names a variant that this processor cannot run.
+    """The most capable variant that was built and runs on this processor, and ""; or None and the
+    reason. `ConfigError` if the environment names a variant that this processor cannot run.
     """
     variants = build.VARIANTS.get(machine.architecture)
     if variants is None:
-        return None, f"there are none for `{machine.architecture}`"
+        return None, f"they do not exist for `{machine.architecture}`"
     fitting = [v for v in variants if NEEDS.get(v, set()) <= machine.features]
     if not fitting:
         return None, "this processor is older than x86-64-v3 (AVX2)"
@@ -148,9 +147,9 @@ _SIGNATURES_WITH_GIL: dict[str, list[Any]] = {
 
 
 def check(status: int, function: Any, arguments: Any = None) -> None:
-    """Raise the error of a `Status` of `csrc/call.h`, if it is one; `ctypes` passes `arguments`."""
+    """Raise the error, if any, that a `Status` (`csrc/call.h`) names; `ctypes` calls this."""
     if status == 1:
-        raise NotImplementedError(f"native kernels: {function.__name__} lacks a rule of the batch")
+        raise NotImplementedError(f"native kernels: {function.__name__} met an unknown rule")
     if status == 2:
         raise MemoryError(f"native kernels: {function.__name__} could not allocate memory")
     if status == 3:

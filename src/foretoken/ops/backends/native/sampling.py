@@ -28,7 +28,7 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-    """Draw a draft per row, int64 [B], and store its q: at T=0 with threshold -inf and LSE 0."""
+    """Draw a draft per row, int64 [B], and store its q: at T=0 the threshold is -inf, the LSE 0."""
     token_B = torch.empty(len(rows.slot_N), dtype=torch.int64)
     library.load().foretoken_draft(
         native_rows(rows), native_noise(noise), native_cache(cache), token_B.data_ptr()
@@ -40,7 +40,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
 
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
-    """Log-probabilities; all of them are NaN in a row that is not finite."""
+    """See `Backend.logprobs`; all log-probabilities are NaN in a row that is not finite."""
     token_N = token_N.long().contiguous()
     out = Logprobs.empty(len(token_N), num_top, token_N.device)
     library.load().foretoken_logprobs(native_rows(rows), *addresses((token_N, *out)), num_top)

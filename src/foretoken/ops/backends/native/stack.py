@@ -54,10 +54,10 @@ def tunings() -> dict[str, dict[str, dict[str, float | str]]]:
     return dict(_tunings)
 
 
-def describe_fetches(taken: int, seconds: Sequence[float]) -> dict[str, float | str]:
-    """Which of `FETCHES` was taken, and the milliseconds of a pass over the weights with each."""
+def describe_fetches(index: int, seconds: Sequence[float]) -> dict[str, float | str]:
+    """The chosen one of `FETCHES`, and the milliseconds of a pass over the weights with each."""
     measured = {name: float(f"{1000 * s:.3g}") for name, s in zip(FETCHES, seconds, strict=True)}
-    return {"taken": FETCHES[taken], **measured}
+    return {"taken": FETCHES[index], **measured}
 
 
 class NativeStack:
@@ -93,21 +93,21 @@ class NativeStack:
             self._library.foretoken_stack_new(*records, *scales, byref(self._handle))
         except library.NotFiniteError as error:
             raise CheckpointError(
-                "A scale of the quantised weights is NaN or infinite: they are damaged, download "
-                "them again."
+                "A scale of the quantised weights is NaN or infinite: the weights are damaged, "
+                "download them again."
             ) from error
-        self._model = records[0]  # keeps alive what is read in place: the embedding
+        self._model = records[0]  # keeps the embedding alive, which is read in place
         # Do not free at exit: a daemon thread may still be computing.
         weakref.finalize(self, self._library.foretoken_stack_free, self._handle).atexit = False
         self._tune()
-        self.stack = self._kept_stack = _without_matrices(stack)  # keeps the norms alive, too
+        self.stack = self._kept_stack = _without_matrices(stack)  # keeps the norms alive
         # Keys and values of the latest call, and the addresses of both.
         self._latest_kv: tuple[Any, Any, Any] = (None, None, None)
-        # Memory for hidden states, its addresses, and the layers and number of tokens it is for.
+        # Tensors for hidden states, the struct of their addresses, and their layers and tokens.
         self._aux: tuple[Tensor, ...] = ()
         self._aux_addresses: Struct | None = None
         self._aux_sizes: tuple[Sequence[int], int] = ((), 0)
-        # The latest hidden states given to `_native_features`, their number of rows, the C struct.
+        # The latest hidden states given to `_native_features`, their number of rows, their struct.
         self._latest_states: tuple[Sequence[Tensor], int, Struct] = ((), -1, struct(()))
 
     def run(
@@ -144,51 +144,51 @@ class NativeStack:
         attention, hidden_SC = batch.attention, drafting.hidden_SC
         length_B, block_BL = attention.length_B, attention.block_BL
         columns, block_size = block_BL.shape[1], attention.block_size
-        room, least = columns * block_size, 0 if self._has_rule else 1
-        nums = check_draft_round(drafting, length_B, room, self._vocab_size, least)
+        room, min_drafts = columns * block_size, 0 if self._has_rule else 1
+        num_drafts = check_draft_round(drafting, length_B, room, self._vocab_size, min_drafts)
         if self._has_rule:
             if hidden_SC is None:
-                raise ConfigError("drafting.hidden_SC", None, "given: rows begin with it")
+                raise ConfigError("drafting.hidden_SC", None, "given with a `FeatureRule`")
             slots = len(drafting.params.key_S)
             check_hidden(hidden_SC, slots, self._size)
             check_tensor("block_SL", block_BL, (slots, columns), INT64, contiguous=True)
             tensors = (None, None, None, length_B, block_BL)
-            first = struct(tensors, len(nums), columns, block_size, 0, 0)
+            batch_struct = struct(tensors, len(num_drafts), columns, block_size, 0, 0)
         else:
             last_B = attention.query_start_B1[1:] - 1
-            first = native_batch(batch._replace(logit_row_N=last_B), kv)
-        token_BK = torch.empty(len(nums), max(nums), dtype=torch.int64)
-        native = _native_round(drafting, token_BK)
-        kv_addresses = self._kv_addresses(kv)
+            batch_struct = native_batch(batch._replace(logit_row_N=last_B), kv)
+        token_BK = torch.empty(len(num_drafts), max(num_drafts), dtype=torch.int64)
+        round_struct = _native_round(drafting, token_BK)
+        structs = batch_struct, *self._kv_addresses(kv), round_struct
         pass_begins()
-        self._library.foretoken_stack_draft(self._handle, first, *kv_addresses, native)
+        self._library.foretoken_stack_draft(self._handle, *structs)
         return token_BK
 
     def observe(self, batch: ForwardBatch, kv: KV, features: Features, outcome: Outcome) -> None:
         """See `RoundStack.observe`."""
         token_SL, length_B, slot_B, hidden_SC = outcome
         check_hidden(hidden_SC, len(token_SL), self._size)
-        known = struct((), *length_B)
-        fields = (token_SL.data_ptr(), address(known), slot_B.data_ptr(), hidden_SC.data_ptr())
+        lengths = struct((), *length_B)
+        fields = (token_SL.data_ptr(), address(lengths), slot_B.data_ptr(), hidden_SC.data_ptr())
         native, native_outcome = native_batch(batch, kv), struct((), *fields, token_SL.shape[1])
         native_features = self._native_features(features, int(batch.attention.query_start_B1[-1]))
         arguments = native, native_outcome, native_features, *self._kv_addresses(kv)
         self._library.foretoken_stack_observe(self._handle, *arguments)
 
     def set_fetches(self, one_row: int, few_rows: int) -> None:
-        """Set an index of `FETCHES` for one row and for a few rows; logits do not depend on it."""
+        """Set indices of `FETCHES` for one row and for a few rows; logits do not depend on them."""
         self._library.foretoken_stack_set_fetches(self._handle, one_row, few_rows)
 
     def _tune(self) -> None:
         """Choose the `FETCHES` that are fastest on this machine, and log the measurements."""
-        taken_R, size = torch.empty(2, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
+        index_R, size = torch.empty(2, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
         seconds_RF = torch.empty(2, len(FETCHES), dtype=torch.float64)
         self._library.foretoken_stack_measure_fetches(
-            self._handle, taken_R.data_ptr(), seconds_RF.data_ptr(), size.data_ptr()
+            self._handle, index_R.data_ptr(), seconds_RF.data_ptr(), size.data_ptr()
         )
-        self.set_fetches(*taken_R.tolist())
+        self.set_fetches(*index_R.tolist())
         name = f"{size.item() / 2**20:.1f} MiB"
-        descriptions = map(describe_fetches, taken_R.tolist(), seconds_RF.tolist())
+        descriptions = map(describe_fetches, index_R.tolist(), seconds_RF.tolist())
         _tunings[name] = dict(zip(("1 row", "6 rows"), descriptions, strict=True))
         for rows, measured in _tunings[name].items():
             _log.debug("Weights of %s, %s, ms: %s", name, rows, measured)
@@ -196,20 +196,20 @@ class NativeStack:
     def _kv_addresses(self, kv: KV) -> tuple[Struct, Struct]:
         """The addresses of the keys of all layers, and of the values of all layers."""
         keys, values = kv.keys, kv.values
-        latest_keys, latest_values, both = self._latest_kv
+        latest_keys, latest_values, structs = self._latest_kv
         if keys is not latest_keys or values is not latest_values:
             if not len(keys) == len(values) == self._num_layers:
                 raise ConfigError("keys", len(keys), f"tensors of {self._num_layers} layers")
             if keys[0].dtype is not torch.float32:
                 raise ConfigError("keys.dtype", keys[0].dtype, "torch.float32")
-            both = struct(keys), struct(values)
-            self._latest_kv = (keys, values, both)
-        key_addresses, value_addresses = both
+            structs = struct(keys), struct(values)
+            self._latest_kv = (keys, values, structs)
+        key_addresses, value_addresses = structs
         return key_addresses, value_addresses
 
     def _allocate_aux(self, layers: Sequence[int], tokens: int) -> None:
         """Allocate memory for hidden states, which passes with the same number of tokens reuse: new
-        tensors in each pass, and checks of them in the stack that reads them, would take 20 us."""
+        tensors in each pass, which the drafting stack would check again, would take 20 us."""
         aux = {i: torch.empty(tokens, self._size) for i in layers}
         states = [aux.get(i) for i in range(self._num_layers + 1)]
         self._aux = tuple(aux[i] for i in layers)
@@ -238,7 +238,7 @@ class NativeStack:
 
 
 def native_batch(batch: ForwardBatch, kv: KV) -> Struct:
-    """The C struct `Batch` of a batch, which is checked."""
+    """Check a batch and make its C struct `Batch`."""
     token_T, row_N, attention = batch.token_T, batch.logit_row_N, batch.attention
     check_attention_batch(attention, len(token_T), kv.keys[0])
     block_BL = attention.block_BL
@@ -267,19 +267,20 @@ def _check_fit(stack: Stack) -> None:
     for layer in stack.layers:
         parts = parts_of(layer.feed.gate_up.weight)
         if len({(format_of(p), isinstance(p, Grouped) and _group_size(p)) for p in parts}) > 1:
-            raise UnfitError(f"`gate_up` is stored as {format_of(layer.feed.gate_up.weight)}")
+            names = format_of(layer.feed.gate_up.weight)
+            raise UnfitError(f"parts of `gate_up` differ in format or group size: {names}")
     if stack.target_ids is not None and not stack.target_ids.is_contiguous():
-        raise UnfitError("the ids of the output layer are not contiguous")
+        raise UnfitError("`target_ids` of the output layer are not contiguous")
     if stack.head.bias is not None:
         raise UnfitError("the output layer has a bias")
     if stack.features is not None and (len(stack.layers) > 1 or stack.features.fc.bias is not None):
-        raise UnfitError("a feature rule has a bias, or its stack has several layers")
+        raise UnfitError("`fc` has a bias, or the drafting stack has several layers")
     mixers = [layer.mixer for layer in stack.layers]
     if any(m.options.softcap is not None or m.options.sinks_H is not None for m in mixers):
         raise UnfitError("attention has a soft cap or sinks")
     sizes = sorted({m.head_size for m in mixers})
     if len(sizes) > 1 or sizes[0] % _HEAD_MULTIPLE:
-        raise UnfitError(f"heads of sizes {sizes}: not one multiple of {_HEAD_MULTIPLE}")
+        raise UnfitError(f"head sizes are {sizes}: must be one multiple of {_HEAD_MULTIPLE}")
     shapes = {(m.heads, m.kv_heads, m.options.scale, m.rope.scale) for m in mixers}
     ropes = [m.rope.frequency_R for m in mixers]
     widths = {layer.feed.down.weight.shape[1] for layer in stack.layers}
@@ -347,10 +348,10 @@ def _with_float32_norms(stack: Stack) -> Stack:
 
 
 def _check_float32(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The given norms and biases; raises `UnfitError` if the kernels cannot read one in place."""
+    """The given tensors; raises `UnfitError` for a tensor that kernels cannot read in place."""
     for weight in weights:
         if weight is not None and not (weight.is_contiguous() and weight.dtype is torch.float32):
-            raise UnfitError("a norm or a bias is not contiguous float32")
+            raise UnfitError("a norm, a bias or RoPE is not contiguous float32")
     return weights
 
 

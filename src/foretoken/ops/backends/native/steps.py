@@ -1,7 +1,7 @@
 """Bookkeeping of a step over its slots, in C++; see `foretoken.ops.steps.Steps`.
 
 At batch 1 a function takes 0.1 us in C++, and its call from Python 20 times as long. So results are
-written to memory that is reused, and tensors that view it are cached by their sizes.
+written to memory that is reused, and tensors that view this memory are cached by their sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foretoken.ops.types import AttentionBatch, Verdict
 
 _MAX_CACHED = 256  # sizes for which tensors are cached
 _INT64, _NUMPY_INT64 = torch.int64, np.dtype(np.int64)
-# Functions that write 2, 5, 6 or 8 fields of a reused struct, in a third of the time of a new one.
+# Functions that write 2, 5, 6 or 8 fields of a struct: a third of the time of making a new struct.
 _fill_2, _fill_5, _fill_6, _fill_8 = (Layout(f"{n}q").pack_into for n in (2, 5, 6, 8))
 # Offsets of the fields of the C struct `Step` that `pack` and `advance` write.
 _PACK_OFFSET, _ADVANCE_OFFSET = 8 * 5, 8 * 7
@@ -35,23 +35,24 @@ class Steps(stock.Steps):
     """`ops.steps.Steps` in C++, for one `SlotState` and one thread.
 
     A method writes the addresses of its tensors, which are copied if not contiguous or not int64,
-    to a reused C struct. `shift` and `join_drafts`, for drafting pass by pass, are inherited.
+    to a C struct. `shift` and `join_drafts`, for drafting pass by pass, are inherited.
     """
 
     def __init__(self, state: SlotState) -> None:
         super().__init__(state)
-        self._kept_table = struct(state, *state.token_SL.shape, state.block_SL.shape[1])
-        self._table = address(self._kept_table)
+        # The C struct `Table` of the slots, kept alive, and its address.
+        self._state_struct = struct(state, *state.token_SL.shape, state.block_SL.shape[1])
+        self._state_at = address(self._state_struct)
         self._batches = _Batches()
         # The C structs `Counts`, `Drafts` and `Step`, and their addresses.
-        self._counts = array("q", [*[0] * 5, self._table])
-        self._drafts = array("q", [*[0] * 8, self._table])
-        self._step = array("q", [*[0] * 13, self._table, self._batches.address])
+        self._counts = array("q", [*[0] * 5, self._state_at])
+        self._drafts = array("q", [*[0] * 8, self._state_at])
+        self._step = array("q", [*[0] * 13, self._state_at, self._batches.address])
         self._counts_at, self._drafts_at, self._step_at = (
             fields.buffer_info()[0] for fields in (self._counts, self._drafts, self._step)
         )
-        self._latest_tokens: StepTokens | None = None  # `Step` holds their addresses
-        # By number of requests: `num_B`, `position_B` and their addresses.
+        self._latest_tokens: StepTokens | None = None  # `_step` has their addresses
+        # Results by number of requests: `num_B`, `position_B` and their addresses.
         self._count_results: dict[int, tuple[Tensor, Tensor, int, int]] = {}
         native = library.load()
         self._count, self._write = native.foretoken_steps_count, native.foretoken_steps_write
@@ -110,7 +111,7 @@ class Steps(stock.Steps):
             accepted_B, finite_B = accepted_B.contiguous(), finite_B.contiguous()
         deciding, width = token_BK1.shape
         size = tokens.slot_B.numel() + deciding * (width + 3)
-        outcome = from_numpy(empty(size, _NUMPY_INT64))  # takes a third less than `torch.empty`
+        outcome = from_numpy(empty(size, _NUMPY_INT64))  # a third less time than `torch.empty`
         _fill_6(
             self._step, _ADVANCE_OFFSET, token_BK1.data_ptr(), accepted_B.data_ptr(),
             finite_B.data_ptr(), outcome.data_ptr(), deciding, width - 1,
@@ -126,7 +127,7 @@ class Steps(stock.Steps):
         num_B, index_B1 = _empty(count), _empty(count + 1)
         place_3KB = _empty(3, most, count)  # `position_KB`, `length_KB`, `index_KB`
         inputs = requests.slot_B, requests.num_B, requests.position_B
-        numbers = (count, most, known, max_len, block_size, self._table, batches.address)
+        numbers = (count, most, known, max_len, block_size, self._state_at, batches.address)
         native = struct((*inputs, num_B, index_B1, place_3KB), *numbers)
         first = batches.batch(self._begin_round, address(native), known, block_size)
         return Round(num_B, first, index_B1, *place_3KB.unbind())
@@ -137,15 +138,12 @@ class Steps(stock.Steps):
         count, most = requests.slot_B.numel(), requests.most
         num_B, token_BK = _empty(count), _empty(count, most)
         inputs = requests.slot_B, requests.num_B, requests.position_B
-        native = struct((*inputs, num_B, token_BK), count, most, 0, self._table)
+        native = struct((*inputs, num_B, token_BK), count, most, 0, self._state_at)
         self._look_up(native, shortest, longest)
         return token_BK, num_B
 
     def _set_tokens(self, tokens: StepTokens) -> None:
-        """Write the addresses of `tokens` to `Step`.
-
-        If `pack` and `advance` get the same object, this is done once for both.
-        """
+        """Write the addresses of `tokens` to `_step`, for `pack` and `advance` of one step."""
         slot_B, num_tokens_B, decider_B, num_D = tokens
         if not (
             slot_B.is_contiguous() and num_tokens_B.is_contiguous() and num_D.is_contiguous()
@@ -154,7 +152,7 @@ class Steps(stock.Steps):
             decider_B = None if decider_B is None else decider_B.contiguous()
             slot_B, num_tokens_B = slot_B.contiguous(), num_tokens_B.contiguous()
             tokens = StepTokens(slot_B, num_tokens_B, decider_B, num_D.contiguous())
-        # If they are copies, the next call does not find its own object here, and copies again.
+        # A copy is not the caller's object, so that the next call copies again.
         self._latest_tokens = tokens
         _fill_5(
             self._step, 0, slot_B.data_ptr(), num_tokens_B.data_ptr(),
@@ -167,30 +165,30 @@ class _Batches:
     """Reused memory of packed batches, the tensors that view it, and its C struct `Packed`."""
 
     def __init__(self) -> None:
-        # `Packed`: address and capacity of the memory; sizes of the latest batch: T, N, B, L.
+        # `Packed`: address and capacity of the memory; then T, N, B and L of the latest batch.
         self._packed = array("q", bytes(8 * 6))
         self.address = self._packed.buffer_info()[0]
         self._views: dict[bytes, tuple[Tensor, ...]] = {}  # by the fields of `_packed`
 
     def batch(
-        self, pack: Callable[[int], int], argument: int, queries: int, block_size: int
+        self, pack: Callable[[int], int], struct_at: int, queries: int, block_size: int
     ) -> ForwardBatch:
-        """Pack a batch by `pack(argument)`, a native function; overwrites the previous batch."""
-        if status := pack(argument):
+        """Pack a batch by `pack(struct_at)`, a native function; overwrites the previous batch."""
+        if status := pack(struct_at):
             library.check(status, pack)
-        parts = self._views.get(self._packed.tobytes())
-        if parts is None:
+        views = self._views.get(self._packed.tobytes())
+        if views is None:
             tokens, rows, requests, columns = self._packed[2:]
             sizes = (tokens, tokens, rows, requests + 1, requests, requests * columns)
             if sum(sizes) > self._packed[1]:  # the memory was too small: nothing was written
                 self._memory = _empty(2 * sum(sizes))
                 self._packed[0], self._packed[1] = self._memory.data_ptr(), 2 * sum(sizes)
                 self._views.clear()
-                return self.batch(pack, argument, queries, block_size)
+                return self.batch(pack, struct_at, queries, block_size)
             *flat, block = self._memory[: sum(sizes)].split_with_sizes(sizes)
-            parts = (*flat, block.view(requests, columns))
-            _cache(self._views, self._packed.tobytes(), parts)
-        token_T, position_T, row_N, start_B1, length_B, block_BL = parts
+            views = (*flat, block.view(requests, columns))
+            _cache(self._views, self._packed.tobytes(), views)
+        token_T, position_T, row_N, start_B1, length_B, block_BL = views
         attention = AttentionBatch(start_B1, length_B, block_BL, block_size, queries, True)
         return ForwardBatch(token_T, position_T, row_N, attention)
 

@@ -2,7 +2,7 @@
 
 Each rule gets the rows p[0..K] of the target, the drafts x_1..x_K and their acceptance uniforms u.
 Lists are indexed from 0: row p[i] and uniform u[i] decide `drafts[i]`, which is x_{i+1}. The drafts
-end before the first one with q = 0 everywhere. A rule returns (tau, w): the number of accepted
+end before the first one that counts as no draft. A rule returns (tau, w): the number of accepted
 drafts, and the weight in the residual norm(max(w p - q, 0)).
 """
 
@@ -74,7 +74,7 @@ RULES: dict[Rule, Callable[[list[Row], list[Draft], list[float], list[float]], O
     Rule.STANDARD: standard,
     Rule.BLOCK: block,
     # Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative
-    # decoding": accept x_i if it is the target's draw, at which p is one-hot, as q is at x_i.
+    # decoding": p is one-hot at the target's draw and q at x_i: accept x_i if it is that draw.
     Rule.COUPLED: standard,
     Rule.SYNTHETIC: synthetic,
 }

@@ -35,7 +35,7 @@ def philox4x32_10(counter: list[Array], key: list[Array]) -> list[Array]:
 def uniforms(
     index_M: Array, key: int, position: int, draft_index: int, stream: int, fp64: int
 ) -> Array:
-    """The uniforms number `index_M` of a stream, in the open interval (0, 1).
+    """The uniforms with indices `index_M` of a stream, in the open interval (0, 1).
 
     float32: h = word (index mod 4) of group (index div 4); u = (h + 1/2) 2^-32 in FP32 arithmetic,
     at most 1 - 2^-24. float64, with `fp64`: h = the upper 53 bits of word pair (index mod 2) of
@@ -57,12 +57,12 @@ def uniforms(
     return np.asarray(np.minimum(u_M, np.float32(1 - 2.0**-24)))
 
 
-def uniform_of(index: int, *name: int) -> float:
-    """One draw of `uniforms`; `name`: the arguments of `uniforms` after the first."""
-    return float(uniforms(np.array([index]), *name)[0])
+def uniform_of(index: int, *rest: int) -> float:
+    """One draw of `uniforms`; `rest`: the arguments of `uniforms` after the first."""
+    return float(uniforms(np.array([index]), *rest)[0])
 
 
-def gumbels(index_M: Array, *name: int) -> Array:
-    """Standard Gumbel noise -log(-log(1 - u)) in float64, with the draws u of `uniforms`."""
-    u_M = uniforms(index_M, *name).astype(np.float64)
+def gumbels(index_M: Array, *rest: int) -> Array:
+    """Standard Gumbel noise -log(-log(1 - u)) in float64; u are `uniforms(index_M, *rest)`."""
+    u_M = uniforms(index_M, *rest).astype(np.float64)
     return np.asarray(-np.log(-np.log1p(-u_M)))

@@ -47,8 +47,8 @@ def edit(row: Row, edits: Edits, n: int) -> None:
 
 
 def filter_row(row: Row, params: SlotParams, slot: int) -> None:
-    """Apply a slot's temperature and filters in place; nothing at T=0, no filter if the row is not
-    finite."""
+    """Divide a row by its slot's temperature and apply the slot's filters, in place. At T=0 the row
+    does not change. A row that is not finite (`is_finite`) is divided, but not filtered."""
     temperature = float(params.temperature_S[slot])
     if temperature == 0:
         return
@@ -80,7 +80,7 @@ def _keep_top_p(row: Row, top_p: float) -> None:
 
 
 def log_sum_exp(row: Row) -> float:
-    """log sum exp of a row: -inf if all logits are -inf; NaN or +inf if a logit is."""
+    """log sum exp of a row: -inf if all logits are -inf; NaN or +inf if a logit is NaN or +inf."""
     largest = float(np.max(row))
     if not math.isfinite(largest):
         return largest
@@ -101,7 +101,7 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         with np.errstate(invalid="ignore"):  # inf - inf, in rows that are not finite
             log_p = x_NV[n] - log_sum_exp(x_NV[n])
         likeliest = np.argsort(-x_NV[n], kind="stable")[:num_top]
-        # As a tensor: a Python float outside the range of float32 would raise an error.
+        # Assign a tensor: a Python float outside the range of float32 would raise an error.
         out.logprob_N[n] = torch.from_numpy(log_p)[x]
         out.rank_N[n] = 1 + int((x_NV[n] > x_NV[n][x]).sum())
         out.top_token_NT[n] = torch.from_numpy(likeliest)

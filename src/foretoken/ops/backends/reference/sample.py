@@ -1,8 +1,8 @@
-"""Gumbel-max sampling in fp64, one row at a time; writing the q of drafts to the cache, reading it.
+"""Gumbel-max sampling in fp64, one row at a time; the q of drafts, to and from the cache.
 
 argmax_v (logit_v + G_v) with independent standard Gumbel G_v is a draw from softmax(logit) (Gumbel
-1954; Maddison et al. 2014); so is first a block of the vocabulary, then a token of the block, since
-P(block) P(token | block) = P(token).
+1954; Maddison et al. 2014). A draw of a block of the vocabulary, then of a token of the block, has
+the same distribution, since P(block) P(token | block) = P(token).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
 
 
 def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams) -> int:
-    """Draw a token from a processed row: hierarchically, or flat under top-k and COUPLED."""
+    """Draw a token from a processed row: under top-k or COUPLED over all tokens, else by blocks."""
     if slot.temperature == 0:
         return int(np.argmax(row))  # the lowest id on ties
     if is_finite(row):
@@ -85,7 +85,7 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
 
 class Draft(NamedTuple):
     """A draft x, q(x), and q over the target's V ids (x may be >= V). q(x) is NaN if the drafter's
-    logits are not finite, and 0 if x may not be drafted."""
+    logits are not finite, and 0 if x counts as no draft for another reason."""
 
     x: int
     q_x: float
@@ -112,7 +112,8 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
 
 def threshold_of(raw: Row, filtered: Row) -> float:
-    """The least raw logit that the filters kept, rounded down to float32; -inf if they kept all."""
+    """The least raw logit that the filters kept, rounded down to float32; -inf if they dropped no
+    token or the row is not finite."""
     kept = filtered > -np.inf
     if not is_finite(filtered) or not (raw[~kept] > -np.inf).any():
         return -math.inf
@@ -122,7 +123,7 @@ def threshold_of(raw: Row, filtered: Row) -> float:
 
 
 def draft_of(block: DraftBlock, b: int, i: int, s: int, slot: Slot, vocabulary: int) -> Draft:
-    """Draft i of request b in slot number s."""
+    """Draft i of request b, which is in slot number s with the parameters `slot`."""
     x, q = int(block.token_BK[b, i]), np.zeros(vocabulary)
     if x < 0 or (x >= vocabulary and slot.rule == Rule.SYNTHETIC):
         return Draft(x, 0.0, q)  # a rate cannot turn an unknown id into a token of the target

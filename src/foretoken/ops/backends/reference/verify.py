@@ -20,7 +20,7 @@ from foretoken.ops.types import RESIDUAL, TARGET, Evidence, Rows, Rule, Stream, 
 
 
 def verify(batch: VerifyBatch) -> Verdict:
-    """See `Backend.verify`. The last token is -1 if a row that decides it is not finite."""
+    """See `Backend.verify`."""
     logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise, _ = batch
     slot_N = slot_B.repeat_interleave(drafts.num_B + 1)
     rows = process_logits(Rows(logits_NV, params, slot_N, edits)).numpy()
@@ -30,17 +30,18 @@ def verify(batch: VerifyBatch) -> Verdict:
     n_accept_B = torch.zeros(len(slot_B), dtype=torch.int64)
     finite_B = torch.ones(len(slot_B), dtype=torch.bool)
     start = 0
-    for b, num in enumerate(drafts.num_B.tolist()):
-        s, request_rows = int(slot_B[b]), rows[start : start + num + 1]
+    for b, num_drafts in enumerate(drafts.num_B.tolist()):
+        s, request_rows = int(slot_B[b]), rows[start : start + num_drafts + 1]
         slot = Slot.from_params(params, s, fp64_noise)
-        request_drafts = [draft_of(drafts, b, i, s, slot, rows.shape[1]) for i in range(num)]
-        request_drafts = _before_zero_q(request_drafts)
+        request_drafts = _before_zero_q(
+            [draft_of(drafts, b, i, s, slot, rows.shape[1]) for i in range(num_drafts)]
+        )
         tau, y = _verify_one(request_rows, slot, int(position_B[b]), request_drafts, rates)
         token_BK1[b, :tau] = drafts.token_BK[b, :tau]
         n_accept_B[b] = tau
         finite_B[b] = all(is_finite(row) for row in request_rows[: tau + 1])
         token_BK1[b, tau] = y if finite_B[b] else -1
-        start += num + 1
+        start += num_drafts + 1
     return Verdict(token_BK1, n_accept_B, finite_B)
 
 
@@ -75,7 +76,7 @@ def _before_zero_q(drafts: list[Draft]) -> list[Draft]:
 def evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
     """See `Backend.evidence`."""
     logits_NV, params, slot_B, position_B, drafts, edits, _, fp64_noise, _ = batch
-    first_B = (drafts.num_B + 1).cumsum(0) - (drafts.num_B + 1)
+    first_row_B = (drafts.num_B + 1).cumsum(0) - (drafts.num_B + 1)
     slot_N = slot_B.repeat_interleave(drafts.num_B + 1)
     rows = process_logits(Rows(logits_NV, params, slot_N, edits)).numpy()
     requests, columns = len(request_R), drafts.token_BK.shape[1]
@@ -86,21 +87,21 @@ def evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidenc
     )
     real_q_R = torch.zeros(requests, dtype=torch.bool)
     for r, b in enumerate(request_R.tolist()):
-        s, num = int(slot_B[b]), int(drafts.num_B[b])
-        slot, start = Slot.from_params(params, s, fp64_noise), int(position_B[b])
-        p = [_p(row, slot) for row in rows[int(first_B[b]) :][: num + 1]]
-        request_drafts = [draft_of(drafts, b, i, s, slot, rows.shape[1]) for i in range(num)]
+        s, num_drafts = int(slot_B[b]), int(drafts.num_B[b])
+        slot, position = Slot.from_params(params, s, fp64_noise), int(position_B[b])
+        p = [_p(row, slot) for row in rows[int(first_row_B[b]) :][: num_drafts + 1]]
+        request_drafts = [draft_of(drafts, b, i, s, slot, rows.shape[1]) for i in range(num_drafts)]
         for i, (x, q_x, _) in enumerate(request_drafts):
             token_RK[r, i], p_RK1[r, i], q_RK1[r, i] = x, probability(p[i], x), q_x
-            u_RK[r, i] = uniform_of(0, slot.key, start + i, i, Stream.ACCEPT, fp64_noise)
+            u_RK[r, i] = uniform_of(0, slot.key, position + i, i, Stream.ACCEPT, fp64_noise)
         if slot.rule == Rule.BLOCK:
             for i, mass in enumerate(_masses(p, request_drafts)):
                 mass_RK[r, i] = mass
         tau = int(verdict.n_accept_B[b])
         y = int(verdict.token_BK1[b, tau])
-        replaces = tau < num and request_drafts[tau].q_x > 0
+        replaces_draft = tau < num_drafts and request_drafts[tau].q_x > 0
         p_RK1[r, columns] = probability(p[tau], y)
-        q_RK1[r, columns] = probability(request_drafts[tau].q, y) if replaces else 0.0
+        q_RK1[r, columns] = probability(request_drafts[tau].q, y) if replaces_draft else 0.0
         has_q = drafts.cache is not None and bool(drafts.real_q_B[b])
         real_q_R[r] = has_q and not slot.is_one_hot
     return Evidence(token_RK, p_RK1, q_RK1, u_RK, mass_RK, real_q_R)
@@ -116,7 +117,7 @@ def _p(row: Row, slot: Slot) -> Row:
 
 
 def _masses(p: list[Row], drafts: list[Draft]) -> list[float]:
-    """S_1 .. S_{K-1} of the block rule, where K counts the drafts before the first with q = 0."""
+    """S_1 .. S_{K-1} of the block rule; K counts the drafts before the first with q(x) = 0."""
     drafts = _before_zero_q(drafts)
     masses, p_i = [], 1.0
     for i, (x, q_x, _) in enumerate(drafts[:-1]):

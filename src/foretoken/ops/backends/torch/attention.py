@@ -4,7 +4,7 @@ At batch 1 a layer's attention is mostly operator overhead, so everything that d
 batch (block lists, masks, contiguous runs) is planned once and shared by all layers.
 
 Shape suffixes: T packed tokens, H heads, D head size, b requests of a call, Q queries of each
-request, L keys of each request.
+request, L keys of each request, C block-table columns.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Call:
     """One SDPA call: b requests with Q queries and L = `length` keys each.
 
     tokens:    where the b*Q tokens are in the packed axis T: a slice if adjacent, else indices
-    first:     flat cache index of the first key if the keys are contiguous in the cache, else None
-    block_ids: int64 [b * columns], read if `first` is None
+    first_key: index of the first key in the cache if the keys are adjacent there, else None
+    block_ids: int64 [b * columns], read if `first_key` is None
     skip:      keys to drop at the front of the gathered blocks, outside the sliding window
     mask:      [b, 1, Q, L] of 0 and -inf; None with `causal`, or if every query sees every key
     causal:    whether SDPA's own causal mask is right: queries and keys start at the same position
@@ -36,7 +36,7 @@ class _Call:
     tokens: Tensor | slice
     num_requests: int
     num_queries: int
-    first: int | None
+    first_key: int | None
     block_ids: Tensor
     skip: int
     length: int
@@ -47,7 +47,7 @@ class _Call:
 _Plans = dict[tuple[int | None, torch.dtype], list[_Call]]
 
 # The latest batch, which all layers of a pass share, kept alive so that no other object can have
-# its identity; and its plans by window and dtype. Threads that replace the tuple only plan twice.
+# its identity; and its plans by window and dtype. Two threads may each plan the same batch.
 _latest: tuple[AttentionBatch | None, _Plans] = (None, {})
 
 
@@ -73,7 +73,7 @@ def _run(
     query = query_THD.view(call.num_requests, call.num_queries, heads, size).transpose(1, 2)
     key, value = (_read(call, cache) for cache in caches)
     if options.softcap is None and options.sinks_H is None:
-        # enable_gqa: 3.5x faster than repeating the K/V heads on a CPU.
+        # On a CPU `enable_gqa` is 3.5 times faster than repeating the K/V heads.
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=call.mask, is_causal=call.causal, scale=options.scale,
             enable_gqa=True,
@@ -86,9 +86,9 @@ def _run(
 def _read(call: _Call, cache: Tensor) -> Tensor:
     """Keys or values of the call as [b, H_kv, L, D]: a view if contiguous, else a copy."""
     heads, size = cache.shape[2:]
-    if call.first is not None:
+    if call.first_key is not None:
         flat = cache.view(1, -1, heads, size)
-        return flat.narrow(1, call.first, call.length).transpose(1, 2)
+        return flat.narrow(1, call.first_key, call.length).transpose(1, 2)
     # Gathering token by token instead of whole blocks took half of a step at batch 16.
     gathered = cache.index_select(0, call.block_ids).view(call.num_requests, -1, heads, size)
     return gathered.narrow(1, call.skip, call.length).transpose(1, 2)
@@ -137,8 +137,8 @@ def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list
 
 
 def _groups(start_B1: list[int], length_B: list[int]) -> Iterator[list[int]]:
-    """The requests, grouped by number of queries. A group with more padding than keys is split by
-    length: up to twice the shortest, or below 128 tokens."""
+    """The requests, grouped by number of queries. A group that would have more padding than keys is
+    split at the lengths 128, 256, 512, ..."""
     by_queries: dict[int, list[int]] = {}
     for b, (start, end) in enumerate(pairwise(start_B1)):
         by_queries.setdefault(end - start, []).append(b)
@@ -170,23 +170,23 @@ def _plan_call(
     requests, queries = len(group), start_B1[group[0] + 1] - start_B1[group[0]]
     block_size, device = batch.block_size, batch.block_BL.device
     tokens, request_index = _indices(group, start_B1, device)
-    table_bL, lengths = batch.block_BL[request_index], [length_B[b] for b in group]
+    table_bC, lengths = batch.block_BL[request_index], [length_B[b] for b in group]
     shortest, longest = min(lengths), max(lengths)
     # All keys before this one are outside the window of every query.
     skip = 0 if window is None else max(0, shortest - queries - window + 1)
     first_column, columns = skip // block_size, -(-longest // block_size)
-    block_bL = table_bL[:, first_column:columns]
+    block_bC = table_bC[:, first_column:columns]
     if shortest < longest:
         # Pad the table with the request's own first block. The block of another request might hold
         # a NaN, which would spread to this request's results even from a masked key.
         used_b1 = torch.tensor([[-(-length // block_size)] for length in lengths], device=device)
-        column_L = torch.arange(first_column, columns, device=device)
-        block_bL = torch.where(column_L < used_b1, block_bL, table_bL[:, :1])
-    first = None
+        column_C = torch.arange(first_column, columns, device=device)
+        block_bC = torch.where(column_C < used_b1, block_bC, table_bC[:, :1])
+    first_key = None
     if requests == 1:
-        ids = block_bL[0].tolist()
+        ids = block_bC[0].tolist()
         if ids == list(range(ids[0], ids[0] + len(ids))):
-            first = ids[0] * block_size + skip % block_size
+            first_key = ids[0] * block_size + skip % block_size
     windowed = window is not None and window < longest
     causal = requests == 1 and queries == longest > 1 and not windowed
     sees_all = queries == 1 and shortest == longest and (window is None or longest - skip <= window)
@@ -203,7 +203,7 @@ def _plan_call(
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
         mask = mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
     return _Call(
-        tokens=tokens, num_requests=requests, num_queries=queries, first=first,
-        block_ids=block_bL.reshape(-1), skip=skip % block_size, length=longest - skip, mask=mask,
-        causal=causal,
+        tokens=tokens, num_requests=requests, num_queries=queries,
+        first_key=first_key, block_ids=block_bC.reshape(-1), skip=skip % block_size,
+        length=longest - skip, mask=mask, causal=causal,
     )  # fmt: skip

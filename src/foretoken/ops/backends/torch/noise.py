@@ -1,4 +1,4 @@
-"""Philox4x32-10 noise by name, in int64 tensors, without generator state; see `ops/__init__.py`.
+"""Philox4x32-10 noise by key and counter, in int64 tensors; see `ops/__init__.py`.
 
 Shapes: N rows, G groups of four 32-bit words.
 """
@@ -16,7 +16,7 @@ _LARGEST_BELOW_1 = {False: 1 - 2.0**-24, True: 1 - 2.0**-53}  # by `fp64`
 
 
 class RowNoise(NamedTuple):
-    """The names of the noise of N rows: int64 [N] with 32 significant bits; the key has 64 bits."""
+    """Key and counter of the noise of N rows: int64 [N]; all except the key have 32 bits."""
 
     key_N: Tensor
     position_N: Tensor
@@ -45,8 +45,8 @@ class RowNoise(NamedTuple):
     def _gumbel(self, first_N: Tensor, count: int, stream_N: Tensor) -> Tensor:
         groups_G = torch.arange(-(-count // self.per_group), device=first_N.device)
         group_NG = first_N[:, None] // self.per_group + groups_G
-        name = group_NG, self.key_N, self.position_N, self.draft_index_N, stream_N
-        return to_gumbel(to_uniform(words(*name), self.fp64)[:, :count])
+        word_NG4 = words(group_NG, self.key_N, self.position_N, self.draft_index_N, stream_N)
+        return to_gumbel(to_uniform(word_NG4, self.fp64)[:, :count])
 
 
 @cache
@@ -99,6 +99,6 @@ def to_gumbel(u: Tensor) -> Tensor:
 def first_uniform(
     key_N: Tensor, position_N: Tensor, draft_index_N: Tensor, stream: int, fp64: bool
 ) -> Tensor:
-    """The first uniform of a stream for each of N names: [N], float32, or float64 with `fp64`."""
+    """The first uniform of a stream for each of N rows: [N], float32, or float64 with `fp64`."""
     group_N1, stream_N = torch.zeros_like(key_N)[:, None], torch.full_like(key_N, stream)
     return to_uniform(words(group_N1, key_N, position_N, draft_index_N, stream_N), fp64)[:, 0]

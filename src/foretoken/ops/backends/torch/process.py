@@ -28,9 +28,9 @@ class Distribution(NamedTuple):
 
     logit_RW:    float32, raw logits after edits, -inf for ids >= V
     weight_RW:   float64, exp((logit - max) / T) where no filter drops the token, else 0
-    max_R:       float32; finite iff the row is
+    max_R:       float32, the largest logit; finite iff the row is finite
     threshold_R: float32, in units of raw logits; tokens with lower logits are dropped
-    lse_R:       float64, log of the sum of exp(logit / T) over kept tokens; finite iff the row is
+    lse_R:       float64, log sum exp of logit / T over kept tokens; finite iff the row is finite
     """
 
     logit_RW: Tensor
@@ -47,7 +47,7 @@ def temperatures(params: SlotParams, slot_R: Tensor) -> Tensor:
 
 
 def draws_flat(rows: Rows, index_R: Tensor) -> Tensor:
-    """Whether rows draw flat noise, since top-k is active or the slot is under COUPLED."""
+    """Whether rows are drawn flat (`sample.py`): top-k is active or the slot is under COUPLED."""
     slot_R = rows.slot_N[index_R]
     return _top_k_active(rows, slot_R) | (rows.params.rule_S[slot_R] == Rule.COUPLED)
 
@@ -97,7 +97,7 @@ def _edit(x_RV: Tensor, edits: Edits, index_R: Tensor) -> None:
 def distribution(rows: Rows, index_R: Tensor) -> Distribution:
     """The distributions of a few rows: edits -> temperature -> min_p -> top_k -> top_p.
 
-    Weights are float64: an operator may round a row differently next to other rows, but an error of
+    Weights are float64: an operator may round a row differently in another batch, but an error of
     1e-16 changes no draw, and p / q of equal logits is nearer to 1 than any uniform.
     """
     x_RW, slot_R = edit_rows(rows, index_R), rows.slot_N[index_R]
@@ -120,7 +120,7 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
     threshold_R = torch.full_like(samples_R, -torch.inf, dtype=torch.float32)
     if min_p_on_R.any():
         exact_R = x_RW.amax(dim=1) + temperatures(params, slot_R) * min_p_R.log()
-        near_R = exact_R.float()  # rounded up, so that a float32 is >= it iff it is >= `exact_R`
+        near_R = exact_R.float()  # rounded up below: then x >= near_R iff x >= exact_R
         above_R = near_R.nextafter(torch.full_like(near_R, torch.inf))
         near_R = torch.where(near_R < exact_R, above_R, near_R)
         threshold_R = torch.where(min_p_on_R, near_R, threshold_R)
@@ -157,7 +157,7 @@ def _nucleus_end(key_RW: Tensor, weight_RW: Tensor, least_R: Tensor) -> Tensor:
     """The largest logit of each row such that the logits at or above it weigh at least `least_R`.
 
     A radix search by digits of 11, 11 and 10 bits of `as_ordered_int` keys, each digit among the
-    keys that begin with the digits found before it. It takes 2 ns per logit, a sort 35.
+    keys that begin with the digits found before it. The search takes 2 ns per logit, a sort 35.
     """
     digit_RW = (key_RW >> 21).add_(1024)
     mass_RD = weight_RW.new_zeros(len(key_RW), 2048).scatter_add_(1, digit_RW.long(), weight_RW)

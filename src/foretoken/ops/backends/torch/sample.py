@@ -1,7 +1,9 @@
-"""Gumbel-max sampling of raw logits: argmax, flat, or hierarchical over blocks.
+"""Gumbel-max sampling of raw logits: by argmax at T=0, flat (over all tokens), or hierarchically
+(a block of tokens, then a token of the block); `Backend.sample` says which.
 
-Shapes: N rows of the call, M rows that are drawn from, R rows processed at a time, W the vocabulary
-padded to whole blocks, B requests, J blocks of a row, G groups of noise, P draws of a group.
+Shapes: N rows of the call, M rows or groups that are drawn from, R rows processed at a time, W the
+vocabulary padded to whole blocks, B requests, J blocks of a row, I ids of a block, G groups of
+noise, P draws of a group.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ class Drawn(NamedTuple):
     """The draws of M rows.
 
     finite_M:    whether the row is finite
-    threshold_M: float32, in units of raw logits: the row keeps tokens with logit >= threshold
+    threshold_M: float32; tokens with raw logits >= threshold are kept
     lse_M:       float64, log sum exp of logits / T over kept tokens; 0 at T=0
     """
 
@@ -57,7 +59,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
 
 def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
-    """Draw a token in each row `index_M`; `noise` names the noise of these M rows."""
+    """Draw a token in each row `index_M`; `noise` is that of these M rows."""
     out = Drawn(
         torch.empty_like(index_M), torch.empty_like(index_M, dtype=torch.bool),
         torch.full_like(index_M, -torch.inf, dtype=torch.float32),
@@ -81,8 +83,9 @@ def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
 def draw(weight_RW: Tensor, flat_R: Tensor, noise: RowNoise) -> Tensor:
     """One token per row with probability proportional to its weight, the lowest id on ties.
 
-    Weights are float64, the largest near 1; one that underflows to 0 could not win with any noise.
-    A row that is not finite gives some id in [0, V). `flat_R`: whether the row draws flat noise.
+    Weights are float64, the largest near 1; a token with a weight that underflows to 0 could not
+    win with any noise. A row that is not finite gives some id in [0, V). `flat_R`: whether to draw
+    flat.
     """
     if weight_RW.shape[1] <= BLOCK:  # a single block needs no draw of a block
         gumbel_RW = noise.tokens(torch.zeros_like(noise.key_N), weight_RW.shape[1])
@@ -99,12 +102,12 @@ def draw(weight_RW: Tensor, flat_R: Tensor, noise: RowNoise) -> Tensor:
 def _draw_hierarchical(weight_RW: Tensor, noise: RowNoise) -> Tensor:
     """Draw a block by the argmax of log-mass + Gumbel noise, then a token of the block likewise:
     P(block) P(token | block) = P(token), with noise for only V/1024 blocks and 1024 tokens."""
-    weight_RJB = weight_RW.view(len(weight_RW), -1, BLOCK)
-    mass_RJ = weight_RJB.sum(dim=2)
+    weight_RJI = weight_RW.view(len(weight_RW), -1, BLOCK)
+    mass_RJ = weight_RJI.sum(dim=2)
     block_R = (mass_RJ.log() + noise.blocks(mass_RJ.shape[1])).argmax(dim=1)
-    weight_RB = weight_RJB[torch.arange(len(block_R), device=block_R.device), block_R]
+    weight_RI = weight_RJI[torch.arange(len(block_R), device=block_R.device), block_R]
     first_R = block_R * BLOCK
-    return first_R + (weight_RB.log() + noise.tokens(first_R, BLOCK)).argmax(dim=1)
+    return first_R + (weight_RI.log() + noise.tokens(first_R, BLOCK)).argmax(dim=1)
 
 
 def _draw_flat(weight_RW: Tensor, noise: RowNoise) -> Tensor:

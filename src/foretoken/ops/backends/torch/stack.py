@@ -123,7 +123,7 @@ def project(
 
 
 def finish(stack: Stack, layer: Layer, x_NC: Tensor, mixed_NW: Tensor) -> Tensor:
-    """The residual stream after a layer, from the stream before it and its attention's result."""
+    """The residual stream after a layer, from the stream before and the result of attention."""
     x_NC = x_NC + multiply(mixed_NW, layer.mixer.o)
     feed, inner_NC = layer.feed, norm(x_NC, layer.feed_norm_C, stack.eps)
     gate_NI, up_NI = multiply(inner_NC, feed.gate_up).chunk(2, dim=-1)
@@ -162,7 +162,7 @@ def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def vectors(embedding: Weight, token_T: Tensor) -> Tensor:
-    """The embeddings of tokens, [T, C]."""
+    """The embeddings of tokens, [T, C]; `UnfitError` for a `Joined` embedding."""
     if isinstance(embedding, Dense):
         return embedding.values[token_T]
     if isinstance(embedding, Grouped):
@@ -201,7 +201,7 @@ def decoded(weight: Dense | Blocks | Grouped) -> Dense:
 
 
 def pack(stack: Stack) -> Stack:
-    """The stack with plain numbers as weights, in oneDNN's layout if it `pays` (decision 004)."""
+    """The stack with decoded weights; plain ones in oneDNN's layout if it `pays` (decision 004)."""
     check_known(stack)
     stored = [linear.weight for _, linear in linears(stack)]
     if not all(isinstance(w, Dense) and w.values.dtype is stack.dtype for w in stored):
@@ -218,12 +218,12 @@ def _decoded_layer(linear: Linear, dtype: torch.dtype) -> Linear:
 
 def pays(weights: Sequence[Tensor]) -> bool:
     """Whether this PyTorch can pack these weights, and multiplies faster with them packed."""
-    if sum(weight.nbytes for weight in weights) < MIN_BYTES:
+    if sum(w.nbytes for w in weights) < MIN_BYTES:
         return False
     ops = ("_linear_pointwise", "_reorder_linear_weight")
     has_ops: bool = torch._C._has_mkldnn and all(hasattr(torch.ops.mkldnn, op) for op in ops)
-    first = weights[0]
-    return has_ops and first.device.type == "cpu" and first.dtype is torch.float32
+    weight = weights[0]
+    return has_ops and weight.device.type == "cpu" and weight.dtype is torch.float32
 
 
 def packed(linear: Linear) -> Linear:

@@ -14,15 +14,15 @@ from foretoken.ops.types import AttentionBatch, Verdict
 
 
 class Steps:
-    """`ops.steps.Steps`, which documents each method, for any device; the others must equal it."""
+    """`ops.steps.Steps` on any device; the methods of other backends must give equal results."""
 
     def __init__(self, state: SlotState) -> None:
         self._state = state
 
     def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
         length_B = self._state.length_S[slot_B]
-        left_B = self._state.limit_S[slot_B] - length_B - 1
-        return torch.minimum(most_B, left_B).clamp(min=0), length_B
+        room_B = self._state.limit_S[slot_B] - length_B - 1
+        return torch.minimum(most_B, room_B).clamp(min=0), length_B
 
     def write_drafts(
         self, requests: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
@@ -135,8 +135,8 @@ class Steps:
         return token_BK.masked_fill(index_K >= num_B[:, None], -1), num_B
 
     def _spare_if_done(self, slot_B: Tensor) -> Tensor:
-        """The slots, but the spare slot for each that may have no more tokens: its last token need
-        not be computed, and may have no block."""
+        """The slots, with the spare slot in place of each that may have no more tokens: the last
+        token of such a slot need not be computed, and may have no block."""
         continues_B = self._state.length_S[slot_B] < self._state.limit_S[slot_B]
         return torch.where(continues_B, slot_B, len(self._state.length_S) - 1)
 

@@ -1,7 +1,8 @@
 """Verification in three stages: reductions per row -> a rule -> one draw per request; its evidence.
 
-q(x) is one number of the cache. p(x) takes a pass over the row of every draft with a q, and the
-token after the accepted drafts one more; the block rule reads p and q of each later draft twice.
+q(x) is one number of the cache. p(x) takes a pass over the row of every draft with a q, the token
+after the accepted drafts a pass over one row, and the block rule a second pass over p and q of each
+draft except the first.
 
 Shapes: B requests, K columns of drafts, N rows, V vocabulary, W the vocabulary padded to whole
 blocks, M drafts or rows as a flat list, R drafts, rows or requests processed at a time, J rows of a
@@ -31,7 +32,7 @@ from foretoken.ops.types import (  # isort: skip
 _ProcessLogits = Callable[[Rows], Tensor]
 _Logprobs = Callable[[Rows, Tensor, int], Logprobs]
 
-_AT_ONCE = 1 << 22  # most logits that evidence processes at a time
+_MAX_LOGITS = 1 << 22  # that `evidence` processes at a time
 
 
 class Batch(NamedTuple):
@@ -83,7 +84,7 @@ def verify(inputs: VerifyBatch) -> Verdict:
 
 def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Stages (i) and (ii), reductions and rule: n_accept_B; rejected_B, whether the last token
-    replaces a draft that has a q, and is drawn from the residual; log_w_B, log of its weight w.
+    replaces a draft that has a q, and is drawn from the residual; log_w_B, log of the residual's w.
     """
     zero_B, rules = torch.zeros_like(batch.first_row_B), batch.inputs.params.rules
     if batch.token_BK.shape[1] == 0:  # plain decoding
@@ -111,9 +112,9 @@ def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _log_q(batch: Batch) -> Tensor:
-    """log q(x_i), [B, K]: 0 if q is one-hot, else from the cache. It is -inf (q = 0) if there is no
-    draft i, if the draft row is not finite, or if x_i is outside the drafter's vocabulary or below
-    the threshold; and for all later drafts of the request."""
+    """log q(x_i), [B, K]: 0 if q is one-hot, else from the cache; -inf where the cached row is not
+    finite or does not keep x_i, and from the first placeholder on (under SYNTHETIC also from the
+    first id on that the target lacks)."""
     token_BK, inputs = batch.token_BK, batch.inputs
     index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
     is_draft_BK = (index_K < inputs.drafts.num_B[:, None]) & (token_BK >= 0)
@@ -131,8 +132,8 @@ def _log_q(batch: Batch) -> Tensor:
 def _cached_log_q(
     cache: DraftCache, params: SlotParams, slot_R: Tensor, index_J: Tensor, token_RJ: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of draft rows `index_J` of slots: log q of a token, if q keeps the token; whether q keeps it;
-    the LSE."""
+    """For a token in each draft row `index_J` of each slot: log q, valid if q keeps the token;
+    whether q keeps the token; the LSE of the row."""
     entry, width = (slot_R[:, None], index_J), cache.logits_SKV.shape[2]
     raw_RJ = cache.logits_SKV[(*entry, token_RJ.clamp(0, width - 1))].float()
     lse_RJ = cache.lse_SK[entry]
@@ -179,7 +180,7 @@ def _uniforms(inputs: VerifyBatch, slot_R: Tensor, position_R: Tensor) -> Tensor
 
 def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tensor:
     """S_{i-1} = sum_x max(w_{i-1} p(x) - q(x), 0) of the row of x_i, [B, K], for the block rule; 0
-    where p is not finite, and where the rule does not read S: for x_1, if q = 0, at T=0."""
+    where p is not finite, and where the rule does not need S."""
     log_w_BK, mass_BK = log_w_BK1[:, :-1], torch.zeros_like(log_q_BK)
     is_read_BK = (log_q_BK > -torch.inf) & (log_w_BK > -torch.inf)
     is_read_BK &= ((batch.rule_B == Rule.BLOCK) & ~batch.one_hot_p_B)[:, None]
@@ -253,7 +254,7 @@ class _Subset(NamedTuple):
     token_RK: Tensor
 
     def rows(self, index_RJ: Tensor) -> Rows:
-        """Rows `index_RJ` of each request. An index after the last row gives the last row again."""
+        """Rows `index_RJ` of each request; for an index after the last row, that row unedited."""
         row_M = (self.first_row_R[:, None] + index_RJ.minimum(self.num_R[:, None])).flatten()
         exists_M, edits = (index_RJ <= self.num_R[:, None]).flatten(), self.inputs.edits
         slot_M = self.slot_R.repeat_interleave(index_RJ.shape[1])
@@ -268,10 +269,10 @@ def evidence_by(
     its shapes do not depend on the values of tensors."""
 
     def evidence(inputs: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
-        most_logits = (inputs.drafts.token_BK.shape[1] + 1) * inputs.logits_NV.shape[1]
-        parts = torch.split(request_R, max(_AT_ONCE // most_logits, 1))
-        outs = [_evidence(process_logits, logprobs, inputs, verdict, part_R) for part_R in parts]
-        return Evidence(*(torch.cat(column) for column in zip(*outs, strict=True)))
+        logits_per_request = (inputs.drafts.token_BK.shape[1] + 1) * inputs.logits_NV.shape[1]
+        parts = torch.split(request_R, max(_MAX_LOGITS // logits_per_request, 1))
+        results = [_evidence(process_logits, logprobs, inputs, verdict, part_R) for part_R in parts]
+        return Evidence(*(torch.cat(column) for column in zip(*results, strict=True)))
 
     return evidence
 
@@ -353,7 +354,7 @@ def _q_of_last(subset: _Subset, q_RK: Tensor, accepted_R1: Tensor, last_R1: Tens
 
 
 def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Tensor:
-    """S_i of the block rule for drafts with a draft after them, [R, K - 1]; NaN elsewhere. For a
+    """S_i of the block rule if draft i is not the request's last, [R, K - 1]; else NaN. For a
     one-hot q, S_i is p_i (1 - p(x_{i+1})), which takes no pass over the vocabulary."""
     params, cache, columns = subset.inputs.params, subset.inputs.drafts.cache, p_RK.shape[1]
     is_draft_RK = q_RK > 0
@@ -377,7 +378,7 @@ def _masses(subset: _Subset, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> T
 
 
 def _edits_of(edits: Edits, row_M: Tensor, exists_M: Tensor) -> Edits:
-    """The edits of rows `row_M`, which must be distinct where `exists_M`; none for the others."""
+    """The edits of rows `row_M`, which must be distinct where `exists_M`; elsewhere no edits."""
     start_M = edits.start_N1[row_M]
     count_M = (edits.start_N1[row_M + 1] - start_M) * exists_M
     new_M1 = pad(count_M.cumsum(0), (1, 0))

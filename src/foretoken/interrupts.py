@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while requests run take effect between steps, and none is lost. No torch."""
+"""Ctrl-C and SIGTERM while requests run take effect between steps; no signal is lost. No torch."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from foretoken.errors import CapacityError, RequestError
 from foretoken.sampling.params import SamplingParams
 
 BadWords = tuple[tuple[int, ...], ...]
-# Under K = `auto`: the K of requests whose K stays fixed, and the first K of adapting requests; at
-# most the engine's largest K.
+# Under K = `auto`: the K of requests with a fixed K, and the first K of adapting requests; at most
+# the engine's largest K.
 FIXED_K = 4
 
 
@@ -24,7 +24,7 @@ class Limits:
     cache_tokens: tokens that the block pool holds
     num_speculative_tokens: K of requests that set no K, or the largest K that `auto` chooses
     adapts: whether K is `auto`
-    allows_synthetic: whether `synthetic` is the engine's own rule; else no request may ask for it
+    allows_synthetic: whether the engine's rule is `synthetic`; else no request may use that rule
     reads_prediction: names of drafters that draft from `prediction`
     drafter: the default drafter; "": this engine drafts nothing
     drafters: names of all drafters, if several are loaded; else ()

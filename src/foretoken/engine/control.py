@@ -182,7 +182,7 @@ class DraftControl:
         return best if best.tokens / seconds > _CHANGE_RATIO * present.rate else present
 
     def _catch_up_seconds(self, requests: Iterable[Request]) -> float:
-        """Seconds that the drafter takes to compute the tokens of these requests that it lacks."""
+        """Seconds in which the drafter can compute what it lacks of these requests' tokens."""
         tokens = sum(len(r.token_ids) - self._seen_S[r.slot] for r in requests)
         return self.costs.table.missed * tokens
 

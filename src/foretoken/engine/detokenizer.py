@@ -122,8 +122,8 @@ class Detokenizer:
         """Show waiting tokens that are more than any valid character needs.
 
         The tokens are shown up to the last boundary of characters: both sides, decoded separately,
-        give the same text as together. Without a boundary, all waiting tokens are shown once they
-        are twice `_MAX_WAITING`.
+        give the same text as together. Without a boundary, all tokens are shown once twice
+        `_MAX_WAITING` tokens wait.
         """
         end = len(self._ids)
         for boundary in range(end - 1, self._num_shown, -1):

@@ -193,7 +193,7 @@ class Engine:
         return edits, {deciding[d].slot: error for d, error in errors.items()}
 
     def commit(self, launched: Launched) -> list[RequestGroup]:
-        """Give requests the results of a step; returns the groups that ran at its launch."""
+        """Give requests the results of a step; returns the groups that ran at the launch."""
         for share in launched.shares:
             if share.request.launched_share is share:  # the request is in no later step
                 share.request.launched_share = None
@@ -241,8 +241,8 @@ class Engine:
             group.prompt_logprobs = [None]
         rule = params.rejection_sample_method or self._rule
         num_drafts, adapts = choose_num_drafts(params, rule, self.limits)
-        # Edits depend on the tokens before them, so the request waits until the host knows them. On
-        # an asynchronous device the host does not know drafts in time to edit the drafts' rows.
+        # Edits depend on the tokens before them, so the request waits until the host knows these.
+        # An asynchronous device does not tell the host drafts in time to edit the drafts' rows.
         waits = params.edits_logits and self.runs_ahead
         if params.edits_logits and not self.runner.on_host:
             num_drafts, adapts = 0, False

@@ -310,7 +310,7 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
     """The plan with the largest cache that fits and that requests can use.
 
     Args:
-        may_shorten: whether to lower `max_model_len` if it is too long for one request to fit.
+        may_shorten: whether to lower `max_model_len` if one request of that length does not fit.
 
     Raises:
         EngineMemoryError: memory does not suffice.

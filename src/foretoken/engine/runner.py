@@ -69,7 +69,7 @@ class Runner:
 
     def begin(self, plan: StepPlan) -> OpenStep | None:
         """Apply a plan, and launch drafting and the target's pass; returns the step for `finish`,
-        None if the plan has no requests, or only such that have surely ended."""
+        None if the plan has no requests, or only requests that have surely ended."""
         start = time.perf_counter()
         self._clock.start(timed=plan.timed)
         self.slots.apply(plan)
@@ -254,8 +254,8 @@ class Sampler:
             request_R = to_device(np.array(step_input.traced_D, dtype=np.int64), self.slots.device)
             evidence = self.backend.evidence(self._verify_batch(step, edits), verdict, request_R)
             result.evidence = ToHost(evidence)
-        # A verdict is not finite if edits ban every token or the model computes a NaN: the raw rows
-        # show which. A host skips them if all verdicts are finite, which it knows here.
+        # A verdict is not finite if edits ban every token or the model computes a NaN: a check of
+        # the raw rows shows which. (A host skips the check if all verdicts are finite.)
         if edits is not None and not (self.slots.on_host and bool(verdict.finite_B.all())):
             result.is_finite_N = ToHost([step.logits_NV.amax(dim=1).isfinite()])
         if step_input.most_logprobs >= 0:  # not `NONE`, which is -1
@@ -268,8 +268,8 @@ class Sampler:
     def _logprob_rows(self, opened: OpenStep, verdict: Verdict) -> tuple[Tensor, Tensor]:
         """The rows of logits that need log-probabilities, [R], and the token after each row.
 
-        First come K + 1 rows per reported deciding request, padding included; then rows of prompts.
-        The last row of a prompt gets an arbitrary token.
+        First come K + 1 rows, padding included, for each deciding request that wants
+        log-probabilities; then rows of prompts. The last row of a prompt gets an arbitrary token.
         """
         requests, batch, num_D = opened.requests, opened.batch, opened.drafts.num_B
         step, device = requests.step, self.slots.device

@@ -87,7 +87,7 @@ class Scheduler:
         """Admit waiting requests that fit, and return the next step.
 
         A decoding request always gets its token and all its drafts: if drafts were dropped to make
-        room for other requests, its tokens would depend on those. Prompts get the rest of
+        room for other requests, these would change its tokens. Prompts get the rest of
         `max_num_batched_tokens`, and with a pace no more than there is time for.
         """
         for request in self.running:

@@ -336,7 +336,7 @@ class _TimedSteps:
         return np.array([seconds / tokens / batch if tokens else 0.0 for seconds in differences])
 
     def _run_at(self, length: int, count: int) -> tuple[float, float]:
-        """As `_run`; if the requests are too long for it, first admit new ones of `length`."""
+        """As `_run`; if the requests are too long for a step, first admit requests of `length`."""
         if self._length + count + 2 > self._limit:
             self._admit(self._batch, length)
             self._run(1)
@@ -362,8 +362,8 @@ class _TimedSteps:
         self._batch = 0
 
     def _admit(self, batch: int, length: int) -> None:
-        """Replace the requests by `batch` new ones, of `length` tokens or as many as fit, of which
-        all but the last count as computed."""
+        """Replace the requests by `batch` new requests of `length` tokens, or as many as fit; all
+        tokens but the last count as computed."""
         self._new_cache()
         self._length = length = max(min(length, self._limit // 2), 2)
         # Requests share no blocks if there are enough: shared blocks would stay in a CPU's cache.

@@ -27,8 +27,8 @@ from foretoken.ops import Backend
 _OPENMP_THREADS = torch.get_num_threads()  # before this module changes the number
 _COMPARED_STEPS = 3  # thread counts are compared by the median of so many steps
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
-_CHANGE_RATIO = 0.95  # the other count is used if its time is less than this part of the present's
-_HOPELESS_RATIO = 2.0  # a trial ends at its first step that takes this many times as long
+_CHANGE_RATIO = 0.95  # the other count is used below this part of the present count's time
+_HOPELESS_RATIO = 2.0  # a trial ends at a step that takes this many times the present time
 _PAUSE_PER_RATIO = 20  # a pause has at least so many steps times (slower time / faster time)
 
 

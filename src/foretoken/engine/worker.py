@@ -39,7 +39,9 @@ _Answer = TypeVar("_Answer")
 # which costs 0.1 ms.
 _LONG_PROMPT = 2**12
 _ENCODER_THREAD = "foretoken-encoder"
-_MAX_COMMAND_SECONDS = 0.02  # after so many seconds of commands, a step comes before the rest
+_MAX_COMMAND_SECONDS = (
+    0.02  # after so many seconds of commands, a step runs before the next command
+)
 
 
 class OwnerProcess:

@@ -49,7 +49,7 @@ _GRAPH_BYTES = 4 << 20  # a captured step without its tensors: some hundred kern
 _RESERVED_UNIT = 2 << 20  # PyTorch reserves memory for large tensors in multiples of this
 _SMALLER_DRAFT = "Take a smaller draft model, or `ngram`, or leave `speculative_config` out."
 
-# Fields that are read from generation_config.json, besides `max_new_tokens`: the same as in vLLM.
+# Fields that are read from generation_config.json, with `max_new_tokens`: the same as in vLLM.
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -292,7 +292,7 @@ class Assembly:
         return plan
 
     def runner(self, num_blocks: int, *, measuring: bool = False) -> Runner:
-        """A new runner with slots and a cache of `num_blocks`. If it only serves to measure,
+        """A new runner with slots and a cache of `num_blocks`. With `measuring`,
         contexts may exceed the cache, and no step is captured."""
         config, model, drafter = self.config, self.model, self.drafter
         device, block_size, max_tokens = model.device, self.block_size, model.max_model_len

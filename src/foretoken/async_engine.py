@@ -171,8 +171,8 @@ class AsyncEngine:
         return replace(self._params.defaults)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, as `generate` encodes it; `RequestError` for what is no prompt, or
-        for a text if there is no tokenizer."""
+        """Token ids of a prompt, as `generate` encodes it; `RequestError` for an invalid prompt,
+        and for a text if there is no tokenizer."""
         encoded = partial(encode, self._tokenizer, prompt, add_special_tokens=add_special_tokens)
         return await asyncio.wrap_future(self._worker.call(lambda engine: encoded()[1], prompt))
 

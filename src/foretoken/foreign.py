@@ -52,7 +52,7 @@ OWN_CONFIG = "Edit config.json in a copy of the checkpoint."
 NO_PLUGIN = "No plugin reads it here."
 GENERATES = "This version generates text."
 _STORED = "Weights are read as they are stored: docs/models.md."
-ANY, ANY_FLAG = (...,), (..., True)
+ANY, ANY_FLAG = (...,), (..., True)  # any value; a bool marks options without a value
 
 _STRUCTURED = Foreign((), "Write `SamplingParams(structured_outputs={'json': schema})`.")
 _BEAM = "No beam search here: draw `n` samples with logprobs=0 and rank them by cumulative_logprob."
@@ -514,8 +514,8 @@ def _is_same(value: Any, harmless: Any) -> bool:
         return value is harmless
     if isinstance(harmless, str):
         return bool(getattr(value, "name", value) == harmless)
-    kinds = (int, float) if isinstance(harmless, (int, float)) else type(harmless)
-    return isinstance(value, kinds) and not isinstance(value, bool) and value == harmless
+    types = (int, float) if isinstance(harmless, (int, float)) else type(harmless)
+    return isinstance(value, types) and not isinstance(value, bool) and value == harmless
 
 
 def absent_attribute(owner: object, name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while requests run take effect between steps, and none is lost. No torch."""
+"""Ctrl-C and SIGTERM while requests run take effect between steps; no signal is lost. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Interrupt:
 
     Args:
         on_interrupt: `raise` catches only Ctrl-C; SIGTERM then ends the process at once, since no
-            caller would see the results. `return` catches both. Others: `RequestError`.
+            caller would see the results. `return` catches both. Other values raise `RequestError`.
 
     Attributes:
         name: name of the signal that came, SIGINT or SIGTERM; None before.
@@ -62,9 +62,9 @@ class Interrupt:
         """Raise a caught signal again, for its usual handler, unless the outputs report it.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; the attribute `outputs` holds the outputs. A subclass, if not
-                caught, would end the process with exit status 1, and a shell's loop over programs
-                would continue.
+            KeyboardInterrupt: Ctrl-C; the attribute `outputs` holds the outputs. (A subclass that
+                is not caught would end the process with exit status 1, and a shell's loop over
+                programs would continue.)
         """
         if self.name is None:
             return

@@ -28,7 +28,7 @@ from foretoken.sampling.params import SamplingParams
 
 OnError = Literal["raise", "return"]
 _Accepted = TypeVar("_Accepted", Submission, RequestGroup)
-# A prompt that was encoded, then queued in the engine. `RequestOutput`: it was refused.
+# A prompt once it is encoded, and once it is queued; `RequestOutput` if it was refused.
 _Encoded = Submission | RequestOutput
 _Queued = RequestGroup | RequestOutput
 _ENCODED_PER_TURN = 16  # prompts that are encoded between two steps of other threads' requests
@@ -155,6 +155,7 @@ class LLM:
         Raises:
             RequestError, CapacityError, ProcessingError: a prompt or its parameters are refused.
             EngineBrokenError: the device failed in an earlier call; nothing is served any more.
+            UsageError: after `close()`, in a forked child, or from a signal handler.
             KeyboardInterrupt: Ctrl-C. The attribute `outputs` of this exception holds all outputs;
                 incomplete ones have the finish_reason `interrupted` and the tokens so far.
         """
@@ -225,8 +226,8 @@ class LLM:
         except BaseException as error:  # leave nothing in the engine
             self._turns.later(lambda: _abort(engine, queued))
             if isinstance(error, RequestError) and not single:
-                index = len(encoded)  # from 0
-                error.add_note(f"Prompt {index} of the list; on_error='return' runs the rest.")
+                index = len(encoded)
+                error.add_note(f"Prompt {index} (from 0); on_error='return' runs the rest.")
             raise
         interrupt.deliver(outputs)
         if single and on_error == "raise" and outputs[0].error is not None:
@@ -236,8 +237,8 @@ class LLM:
     def _turn(
         self, encoded: deque[_Encoded], queued: list[_Queued], interrupt: Interrupt
     ) -> list[RequestOutput] | None:
-        """Move prompts from `encoded` to `queued` while the engine has room, and run one step;
-        returns the outputs once all requests have ended."""
+        """Queue `encoded` prompts while the engine has room, and run one step, or end all requests
+        if a signal came; returns the outputs once all requests have ended."""
         with self._turns:
             engine = self.engine
             while encoded and (engine.has_room or interrupt.name):

@@ -15,8 +15,8 @@ from foretoken.foreign import absent_attribute
 class Logprob:
     """A token's log-probability under the model's raw distribution, and its rank (1 = likeliest).
 
-    decoded_token: the text of this token by itself, with U+FFFD for parts of a character; None if
-        the checkpoint has no tokenizer
+    decoded_token: the text of this token by itself, with U+FFFD for parts of a character; None
+        without a tokenizer or with detokenize=False
     """
 
     logprob: float
@@ -33,7 +33,7 @@ class TokenTrace:
 
     Attributes:
         decoded_token: as in `Logprob`.
-        position: its index in prompt and output together, from 0.
+        position: the token's index in prompt and output together, from 0.
         round: number of the pass of the target that decided the token, from 0 in each sample.
         origin: as in `CompletionOutput.origins`. A draft that was not emitted is `rejected`, or
             `unread` (after a rejected one), or `accepted` (after the token that ended the sample).
@@ -48,8 +48,8 @@ class TokenTrace:
             is None; under `block` h_i; under `synthetic` the configured rate. None if u is None.
         residual_mass: under `block`, S_i of a draft with another draft after it; else None.
         reason: why a draft was rejected, one of `REASONS`; else None.
-        dropped: for the last token of a round, the drafts that were not emitted, in order. The
-            token replaced the first of them.
+        dropped: for the last token of a round, the drafts that were not emitted, in order. A
+            `resampled` token replaced the first of these drafts.
     """
 
     token_id: int
@@ -196,7 +196,7 @@ class EngineMetrics(SpeculationMetrics):
             decoded.
         estimated_plain_seconds: seconds that plain decoding would need, by the measured costs of
             steps, for as many tokens as these steps were expected to emit.
-        realised_plain_seconds: seconds that it would need for the tokens that they did emit.
+        realised_plain_seconds: as `estimated_plain_seconds`, for the tokens that were emitted.
     """
 
     controlled_seconds: float = 0.0
@@ -205,13 +205,13 @@ class EngineMetrics(SpeculationMetrics):
 
     @property
     def estimated_speedup(self) -> float | None:
-        """Expected speed-up over plain decoding; None before K was chosen."""
+        """Expected speed-up over plain decoding; None if `controlled_seconds` is 0."""
         seconds = self.controlled_seconds
         return self.estimated_plain_seconds / seconds if seconds else None
 
     @property
     def realised_speedup(self) -> float | None:
-        """Measured speed-up over the estimated time of plain decoding; None before K was chosen."""
+        """Measured speed-up over estimated plain decoding; None if `controlled_seconds` is 0."""
         seconds = self.controlled_seconds
         return self.realised_plain_seconds / seconds if seconds else None
 
@@ -248,7 +248,7 @@ class CompletionOutput:
         index: number j of the sample, 0..n-1.
         token_ids: generated ids; a stop token that ended the output is the last of them.
         text: decoded text, without the stop string or the text of the stop token that ended it
-            unless `include_stop_str_in_output`; empty if the checkpoint has no tokenizer.
+            unless `include_stop_str_in_output`; empty without a tokenizer or with detokenize=False.
         finish_reason: None while the sample runs, then `stop` (a stop string, a stop token or
             end-of-text), `length` (`max_tokens`), `abort` (by the caller), `interrupted` (by Ctrl-C
             or SIGTERM: `on_interrupt` of `LLM.generate`), or `error` (see `RequestOutput.error`);

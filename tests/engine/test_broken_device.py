@@ -105,7 +105,7 @@ def test_all_requests_end_and_no_other_is_taken(
     message = str(outputs[0].error)
     assert "(CUDA error: an illegal memory access was encountered)" in message
     assert "Hints" not in message
-    assert "start another one" in message
+    assert "start another process" in message
     assert not engine.has_work
     engine.check_integrity()
     assert engine.scheduler.pool.num_free == 40

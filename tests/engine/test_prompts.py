@@ -49,9 +49,7 @@ def test_a_bad_prompt_raises_before_anything_runs(llm: LLM) -> None:
         for bad, error in (("", RequestError), ([999], RequestError), ([1] * 250, CapacityError)):
             with pytest.raises(error) as caught:
                 llm.generate(["abc", "abd", bad], GREEDY)
-            assert caught.value.__notes__ == [
-                "Prompt 2 of the list; on_error='return' runs the rest."
-            ]
+            assert caught.value.__notes__ == ["Prompt 2 (from 0); on_error='return' runs the rest."]
             assert not llm.engine.has_work
     kept, bad_output = llm.generate(["abc", ""], GREEDY, on_error="return")
     assert kept.outputs[0].token_ids == good

@@ -200,7 +200,7 @@ def test_without_a_number_the_engine_chooses_and_says_so(
     caplog.set_level(logging.INFO, "foretoken")
     told = Told(openmp_threads=2, cores=2)
     llm = llm_of(EngineParts(step_threads=told), target, num_blocks=64)
-    assert "Threads: 2 or 1 by speed, PyTorch's: 1; for the whole process." in caplog.messages
+    assert "Threads of the process: 2 or 1, the faster; of PyTorch: 1." in caplog.messages
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
     alone = LLM(str(target), num_blocks=64, threads=1)
     tokens = llm.generate("abc", params)[0].outputs[0].token_ids
@@ -220,7 +220,7 @@ def test_the_option_reaches_them_is_logged_and_changes_no_token(
         parts = EngineParts(step_threads=told)
         llm = llm_of(parts, target, threads=count, backend=backend, num_blocks=64)
         assert (told.counts, torch.get_num_threads()) == ([count], openmp)
-        assert f"Threads: {count}, PyTorch's: {openmp}; for the whole process." in caplog.messages
+        assert f"Threads of the process: {count}; of PyTorch: {openmp}." in caplog.messages
         caplog.clear()
         texts.append(llm.generate("abc " * 30, params)[0].outputs[0].token_ids)
     assert texts[0] == texts[1] == texts[2]

@@ -205,7 +205,7 @@ def test_a_role_that_only_the_template_knows(llm: LLM) -> None:
         ({"chat_template_kwargs": {"tools": []}}, "an argument of its own"),
         ({"chat_templat": "x"}, "Did you mean `chat_template`"),
         ({"mm_processor_kwargs": {"a": 1}}, "takes text alone"),
-        ({"sampling_params": [GREEDY] * 2}, "one, or a list of 1"),
+        ({"sampling_params": [GREEDY] * 2}, "one for all, or a list of 1"),
     ],
 )
 def test_bad_options(llm: LLM, options: dict[str, Any], message: str) -> None:

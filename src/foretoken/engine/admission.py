@@ -12,7 +12,8 @@ from foretoken.errors import CapacityError, RequestError
 from foretoken.sampling.params import SamplingParams
 
 BadWords = tuple[tuple[int, ...], ...]
-# Under K = `auto`: K of the requests for which K stays fixed, unless the engine's largest is less.
+# Under K = `auto`: the K of requests with a fixed K, and the first K of adapting requests; at most
+# the engine's largest K.
 FIXED_K = 4
 
 
@@ -23,7 +24,7 @@ class Limits:
     cache_tokens: tokens that the block pool holds
     num_speculative_tokens: K of requests that set no K, or the largest K that `auto` chooses
     adapts: whether K is `auto`
-    allows_synthetic: whether the engine is configured with the rule `synthetic`
+    allows_synthetic: whether the engine's rule is `synthetic`; else no request may use that rule
     reads_prediction: names of drafters that draft from `prediction`
     drafter: the default drafter; "": this engine drafts nothing
     drafters: names of all drafters, if several are loaded; else ()
@@ -122,11 +123,11 @@ def _check_rule_keeps_grammar(params: SamplingParams, limits: Limits) -> None:
 
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> None:
-    """Raise `RequestError` for an id that the model does not have."""
+    """Raise `RequestError` for a value that is not a token id of the model."""
     token_ids = list(token_ids)
     if not set(map(type, token_ids)) - {int} and (
         not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
-    ):  # without a loop in Python: lists may be long
+    ):  # lists may be long, so this check has no loop in Python
         return
     for token in token_ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
@@ -136,8 +137,8 @@ def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> Non
 def choose_num_drafts(params: SamplingParams, rule: str, limits: Limits) -> tuple[int, bool]:
     """A request's K, and whether the engine changes it from step to step.
 
-    A seeded text that is drawn at random under `standard`, `block` or `synthetic` depends on K, but
-    must not depend on the batch. So its K is fixed, unless the request asks for `auto`.
+    A seeded text under `synthetic`, or drawn at random under `standard` or `block`, depends on K,
+    but must not depend on the batch. So its K is fixed, unless the request asks for `auto`.
     """
     num_drafts, largest = params.num_speculative_tokens, limits.num_speculative_tokens
     if isinstance(num_drafts, int):
@@ -149,10 +150,10 @@ def choose_num_drafts(params: SamplingParams, rule: str, limits: Limits) -> tupl
 
 
 def _checked_prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:
-    """The request's prediction, () if it has none.
+    """The request's prediction; () for a request without one.
 
     Raises:
-        RequestError: the request's drafter does not read predictions.
+        RequestError: the engine drafts nothing, or the request's drafter reads no predictions.
         CapacityError: the prediction is longer than the context.
     """
     prediction = params.prediction or ()
@@ -178,7 +179,7 @@ def _with_max_tokens(num_prompt: int, params: SamplingParams, limits: Limits) ->
         CapacityError: prompt and output do not fit the context or the cache.
     """
     context, cache = limits.max_model_len, limits.cache_tokens
-    room = context - num_prompt  # most output tokens
+    room = context - num_prompt  # the most output tokens
     if room < 1:
         bound = f"shorter than the context of {context} tokens"
         remedy = "Shorten it, or raise `max_model_len` if the model allows."
@@ -198,7 +199,7 @@ def _with_max_tokens(num_prompt: int, params: SamplingParams, limits: Limits) ->
 
 def last_tokens(prompt_ids: list[int], params: SamplingParams, limits: Limits) -> list[int]:
     """The tokens of a prompt that `truncate_prompt_tokens` keeps; -1: as many as fit with the
-    output; `CapacityError` if none fits."""
+    output; `CapacityError` if not even one token fits."""
     count = params.truncate_prompt_tokens
     if count is None:
         return prompt_ids

@@ -33,7 +33,7 @@ class TextPrompt(TypedDict, total=False):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids; the output will show the text `prompt` as its prompt."""
+    """A prompt as token ids; the output shows the text `prompt`, which is not encoded."""
 
     prompt_token_ids: Required[Sequence[int]]
     prompt: str | None
@@ -47,28 +47,28 @@ _PROMPT_KINDS = "a text, a list of token ids, or a dict with `prompt` or `prompt
 
 
 class ParamsReader:
-    """Reads sampling parameters in any form; None means the engine's defaults. The first None logs
-    a warning with the defaults that come from the checkpoint."""
+    """Reads sampling parameters in any form; None means the engine's defaults. If some of
+    these come from the checkpoint, the first None logs a warning that names them."""
 
     def __init__(self, defaults: SamplingParams) -> None:
         self.defaults = defaults
         built_in = SamplingParams()
         pairs = [(f.name, getattr(defaults, f.name)) for f in fields(defaults)]
-        self._from_checkpoint = [
+        self._checkpoint_defaults = [
             f"{name}={value!r}" for name, value in pairs if value != getattr(built_in, name)
         ]
 
     def read(self, params: Any) -> SamplingParams:
-        """A checked copy of one set of parameters."""
+        """One set of parameters, checked: for None the defaults themselves, else a copy."""
         if params is None:
-            if self._from_checkpoint:
+            if self._checkpoint_defaults:
                 _log.warning(
                     "A request without sampling parameters uses the checkpoint's defaults, from "
                     "its generation_config.json: %s. To use Foretoken's own defaults, pass "
                     "SamplingParams, or build the engine with generation_config='vllm'.",
-                    ", ".join(self._from_checkpoint),
+                    ", ".join(self._checkpoint_defaults),
                 )
-                self._from_checkpoint = []
+                self._checkpoint_defaults = []
             return self.defaults
         if isinstance(params, SamplingParams):
             return replace(params)
@@ -77,12 +77,12 @@ class ParamsReader:
         raise RequestError("sampling_params", params, "a SamplingParams or a dict of its fields")
 
     def read_per_prompt(self, params: Any, count: int) -> list[SamplingParams]:
-        """As `read`, a list with one set per prompt; `params`: one set for all, or such a list."""
+        """One set per prompt, each as by `read`; `params`: one set for all prompts, or a list."""
         if params is None or isinstance(params, (SamplingParams, Mapping)):
             return [self.read(params)] * count
         if not isinstance(params, Sequence) or len(params) != count:
             shown = f"a list of {len(params)}" if isinstance(params, Sequence) else params
-            raise RequestError("sampling_params", shown, f"one, or a list of {count}")
+            raise RequestError("sampling_params", shown, f"one for all, or a list of {count}")
         return [self.read(item) for item in params]
 
 
@@ -99,7 +99,9 @@ def check_call(on_error: str, use_tqdm: bool) -> None:
     if on_error not in ("raise", "return"):
         raise RequestError("on_error", on_error, "`raise` or `return`")
     if not isinstance(use_tqdm, bool):
-        raise RequestError("use_tqdm", use_tqdm, "true or false", "Only our own bar can be shown.")
+        raise RequestError(
+            "use_tqdm", use_tqdm, "true or false", "A bar of another class is not shown."
+        )
 
 
 def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
@@ -146,7 +148,7 @@ def encode(
 
 def salt_of(prompt: Any, params: SamplingParams) -> str | None:
     """The `cache_salt` of a prompt or of its parameters; `RequestError` if the prompt has a wrong
-    salt, or if the two differ."""
+    salt, or if both have a salt and these differ."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is None:
         return params.cache_salt
@@ -188,7 +190,7 @@ def as_list(value: Any) -> list[Any] | None:
 
 
 def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
-    """The text and the ids in a prompt, maybe None or [], for the output of a refused prompt."""
+    """The text (or None) and the ids (or []) in a prompt, for the output of a refused prompt."""
     text, ids = prompt, prompt
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -196,7 +198,7 @@ def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
 
 
 def _encode_dict(tokenizer: Any | None, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
-    """As `encode`, for a dict. If the dict has token ids, its text is shown but not encoded."""
+    """As `encode`, for a dict. The text of a dict with token ids is not encoded."""
     prompt = without_foreign(prompt, PROMPT_KEYS, RequestError)
     known = ("prompt", "prompt_token_ids", "cache_salt")
     check_known_keys("prompt", prompt, known, RequestError)
@@ -286,8 +288,8 @@ def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
     if not group.delivered_prompt:
         prompt, prompt_ids, group.delivered_prompt = group.prompt, [*group.prompt_ids], True
     finished, rows = group.finished, group.prompt_logprobs
-    are_complete = rows is not None and (finished or len(rows) == len(group.prompt_ids))
-    if rows is not None and are_complete and not group.delivered_prompt_logprobs:
+    has_all_rows = rows is not None and (finished or len(rows) == len(group.prompt_ids))
+    if rows is not None and has_all_rows and not group.delivered_prompt_logprobs:
         prompt_logprobs, group.delivered_prompt_logprobs = [*rows], True
     return RequestDelta(
         request_id=group.request_id, outputs=samples, finished=finished, prompt=prompt,
@@ -296,14 +298,14 @@ def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
     )  # fmt: skip
 
 
-def _sample(kind: type[_Sample], request: Request, delivered: Delivered) -> _Sample:
+def _sample(output_class: type[_Sample], request: Request, delivered: Delivered) -> _Sample:
     """A copy of a sample's output, without the part that was delivered before."""
-    first = delivered.num_tokens
-    return kind(
-        index=request.index, token_ids=request.token_ids[request.num_prompt + first :],
+    start = delivered.num_tokens
+    return output_class(
+        index=request.index, token_ids=request.token_ids[request.num_prompt + start :],
         text="".join(request.pieces[delivered.num_pieces :]), finish_reason=request.finish_reason,
         stop_reason=request.stop_reason, seed=request.key,
-        logprobs=request.logprobs[first:] if request.params.logprobs is not None else None,
-        origins=request.origins[first:], synthetic_acceptance=request.rule == "synthetic",
-        trace=request.trace[first:] if request.params.trace else None,
+        logprobs=request.logprobs[start:] if request.params.logprobs is not None else None,
+        origins=request.origins[start:], synthetic_acceptance=request.rule == "synthetic",
+        trace=request.trace[start:] if request.params.trace else None,
     )  # fmt: skip

@@ -45,11 +45,11 @@ from foretoken.slots.table import SlotSizes, SlotTable
 
 _log = logging.getLogger(__name__)
 
-_GRAPH_BYTES = 4 << 20  # of a captured step without its tensors: some hundred kernels
+_GRAPH_BYTES = 4 << 20  # a captured step without its tensors: some hundred kernels
 _RESERVED_UNIT = 2 << 20  # PyTorch reserves memory for large tensors in multiples of this
-_SMALLER_DRAFT = "Take a smaller draft model, `ngram`, which has none, or no `speculative_config`."
+_SMALLER_DRAFT = "Take a smaller draft model, or `ngram`, or leave `speculative_config` out."
 
-# Fields that generation_config.json may set, besides `max_new_tokens`: those that vLLM reads.
+# Fields that are read from generation_config.json, with `max_new_tokens`: the same as in vLLM.
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -63,10 +63,10 @@ class EngineParts:
     """Replaceable parts of an engine.
 
     Attributes:
-        on_host: as `is_on_host`. False for a CPU: the engine works as on an asynchronous device.
+        on_host: as `is_on_host`; with False for a CPU, the engine works as on an async device.
         load_model: loads the target and the draft model, as `models.load_model` does.
         gauge_of: returns the gauge of a device's memory, or None to measure nothing.
-        graphs: the class that captures steps. None: `Graphs`, if device and backend can capture.
+        graphs: the class that captures steps. None: `Graphs`, if `Assembly.captures` is True.
     """
 
     on_host: Callable[[torch.device], bool] = is_on_host
@@ -93,7 +93,7 @@ def build_engine(config: EngineConfig, parts: EngineParts = EngineParts()) -> En
         raise
     if not engine.runner.on_host:
         # A full garbage collection visits everything that PyTorch and Transformers have loaded: a
-        # device that decoded 512 requests waited 190 ms. So later collections skip today's objects.
+        # device that decoded 512 requests waited 190 ms. So later collections skip these objects.
         gc.unfreeze()  # to collect former engines
         gc.collect()
         gc.freeze()
@@ -106,7 +106,7 @@ def _build(config: EngineConfig, parts: EngineParts) -> Engine:
     config, on_host = _completed(config, device), parts.on_host(device)
     speculation, view, drafter = config.speculative_config, TargetView(), None
     drafter_class = find_drafter(speculation, on_host=on_host) if speculation else None
-    if drafter_class is not None:  # raises errors of its options before anything is loaded
+    if drafter_class is not None:  # wrong options of the drafter raise before anything is loaded
         view = drafter_class.target_view(config)
     backend = choose_backend(config.backend, device, deterministic=config.deterministic)
     gauge = parts.gauge_of(device)
@@ -125,10 +125,8 @@ def _build(config: EngineConfig, parts: EngineParts) -> Engine:
     native_target = isinstance(model.network, RoundStack)
     thread_count = config.threads if device.type == "cpu" else 1
     threads = parts.step_threads(thread_count, backend, native_target=native_target)
-    num_threads = f"{threads.max_threads} or 1 by speed" if threads.chooses else threads.max_threads
-    _log.info(
-        "Threads: %s, PyTorch's: %d; for the whole process.", num_threads, torch.get_num_threads()
-    )
+    shown = f"{threads.max_threads} or 1, the faster" if threads.chooses else threads.max_threads
+    _log.info("Threads of the process: %s; of PyTorch: %d.", shown, torch.get_num_threads())
     tokenizer = _tokenizer(config, folder)
     if drafter_class is not None and speculation is not None:
         setup = DrafterSetup(
@@ -175,7 +173,8 @@ def _weights_remedy(folder: Path, free: int | None) -> str:
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
-    """The tokenizer that the options name, else the model's own; None if the model has none."""
+    """The tokenizer that `config.tokenizer` names (`ConfigError` if there is none), or without that
+    option the model's own; None if the model has none."""
     if config.tokenizer is None:
         return load_tokenizer(folder)
     folder = folder_of(config, config.tokenizer, None, weights=False)
@@ -191,14 +190,14 @@ def _check_token_budget(config: EngineConfig) -> None:
     least = config.max_num_seqs * (1 + config.num_drafts)
     if config.max_num_batched_tokens < least:
         speculation = config.speculative_config
-        name = "max" if speculation is not None and speculation.is_auto else "num"
-        bound = f"at least max_num_seqs x (1 + {name}_speculative_tokens) = {least}"
-        remedy = f"Raise it, or lower `max_num_seqs` or `{name}_speculative_tokens`."
+        prefix = "max" if speculation is not None and speculation.is_auto else "num"
+        bound = f"at least max_num_seqs x (1 + {prefix}_speculative_tokens) = {least}"
+        remedy = f"Raise it, or lower `max_num_seqs` or `{prefix}_speculative_tokens`."
         raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, bound, remedy)
 
 
 def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
-    """The parameters of requests that give none: the checkpoint's defaults, or `SamplingParams()`.
+    """The parameters for requests without any: the checkpoint's defaults, or `SamplingParams()`.
 
     Raises:
         CheckpointError: the checkpoint's generation_config.json has a bad value.
@@ -218,7 +217,7 @@ def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
 
 
 def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
-    """End-of-text ids, from the first source that has any."""
+    """End-of-text ids of the vocabulary, from the first source that names any ids."""
     config = model.config
     for source in (model.generation_config, config, config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -254,8 +253,11 @@ class Assembly:
         self._rates = _synthetic_rates(config)
 
     def plan(self, gauge: Gauge | None, weights: int) -> MemoryPlan:
-        """Plan the blocks of the cache, and everything else that takes memory. On a GPU, `gauge`
-        measures steps, and the target's `weights` take so many bytes.
+        """Plan the blocks of the cache, and everything else that takes memory.
+
+        Args:
+            gauge: measures the memory of steps; None on a CPU.
+            weights: bytes of the target's weights, if there is a gauge.
 
         Raises:
             EngineMemoryError: memory does not suffice.
@@ -290,7 +292,7 @@ class Assembly:
         return plan
 
     def runner(self, num_blocks: int, *, measuring: bool = False) -> Runner:
-        """A new runner with slots and a cache of `num_blocks`. If it only serves to measure,
+        """A new runner with slots and a cache of `num_blocks`. With `measuring`,
         contexts may exceed the cache, and no step is captured."""
         config, model, drafter = self.config, self.model, self.drafter
         device, block_size, max_tokens = model.device, self.block_size, model.max_model_len
@@ -334,7 +336,7 @@ class Assembly:
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """Numbers of drafts that a captured step may have."""
+        """As `widths` of `DraftControl`."""
         return () if self.on_host else draft_widths(self.config.num_drafts, adapts=self.adapts)
 
     def _measure(self, runner: Runner) -> tuple[StepTable, PromptCosts | None]:
@@ -345,8 +347,8 @@ class Assembly:
             runner, config.max_num_seqs, config.num_drafts, self._widths, rule, adapts=self.adapts
         )
         if bound is not None:
-            most = config.max_num_batched_tokens
-            prompts = step_costs.measure_prompt_seconds(runner, rule, bound, most)
+            max_tokens = config.max_num_batched_tokens
+            prompts = step_costs.measure_prompt_seconds(runner, rule, bound, max_tokens)
         return table, prompts
 
     def _costs(self) -> MemoryCosts:
@@ -369,12 +371,12 @@ class Assembly:
 
 
 def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
-    """Conditional acceptance rates of the rule `synthetic`, one per draft, with a warning; () under
-    other rules."""
+    """Conditional acceptance rates of the rule `synthetic`, one per draft; () under other rules.
+    Rates are logged as a warning."""
     rates = rates_of(config.speculative_config) if config.speculative_config else ()
     if rates:
         _log.warning(
-            "Rule `synthetic`: drafts are accepted with the set probabilities %s (mean acceptance "
+            "Rule `synthetic`: drafts are accepted at the configured rates %s (mean acceptance "
             "length %.3f), and the text is meaningless by design.",
             ", ".join(f"{rate:.4g}" for rate in rates),
             1 + sum(joint_rates(rates)),

@@ -29,10 +29,10 @@ _MIN_STEPS, _MAX_STEPS = 8, 64  # least and most steps between choices
 # Choices take at most this share of the time, unless `_MAX_STEPS` steps are too short for that. A
 # choice takes 0.2 to 2 ms.
 _CHOICE_SHARE = 0.01
-_CHANGE_RATIO = 1.02  # K changes if the new rate is this many times the present one
+_CHANGE_RATIO = 1.02  # K changes if expected tokens per second rise by this factor
 _PAYBACK_STEPS = 128  # steps within which a drafter's work to catch up must pay
 _PROBE_SHARE = 0.015  # share of the time for probes
-_PROBE_DRAFTS = 2  # how many drafts more than the best choice a probe has
+_PROBE_DRAFTS = 2  # drafts of a probe beyond those of the present choice, on a host
 _PROBE_PERIOD = 8  # choices between probes of requests that already have drafts
 _WARNING_STEPS = 2000  # after so many steps in a row without drafts, a warning is logged
 
@@ -56,7 +56,7 @@ class DraftControl:
         self.metrics = EngineMetrics()
         self.max_drafts, self._widths, self._clock = max_drafts, tuple(widths), clock
         self._choice: Choice | None = None  # the present choice
-        self._plain: Choice | None = None  # the same requests without drafts
+        self._plain: Choice | None = None  # no drafts, for the same requests
         self._adapting: list[Request] = []  # requests whose K the present choice set
         self._batch = 0  # decoding requests at the present choice
         self._wait = 0  # steps until the next choice
@@ -124,7 +124,7 @@ class DraftControl:
 
     def release(self, slot: int) -> None:
         """Forget the request in a slot, which ended or was preempted."""
-        self._learn()  # the estimates over all requests keep the outcomes of the drafts
+        self._learn()  # first: `_verified` may have drafts of this slot
         self.acceptance.release(slot)
         self._seen_S[slot] = 0
         if any(request.slot in (-1, slot) for request in self._adapting):
@@ -142,7 +142,7 @@ class DraftControl:
         step_seconds, host_seconds, step_tokens = zip(*steps, strict=True)
         seconds, tokens = sum(step_seconds), sum(step_tokens)
         self.costs.learn(self._batch, choice.per_request, choice.seconds, median(step_seconds))
-        if not self._widths:  # with a device, the host's work overlaps with its computing
+        if not self._widths:  # on a device, the host's work overlaps with the device's
             self.costs.learn_host(self._batch, median(host_seconds))
         metrics.controlled_seconds += seconds
         metrics.estimated_plain_seconds += seconds * choice.rate / self._plain.rate
@@ -163,7 +163,7 @@ class DraftControl:
     def _best(self, curve: Curve, load: Load, decoding: Sequence[Request]) -> Choice:
         """The best choice of K; the present K if the best is not clearly better.
 
-        The best choice also pays for the tokens that a drafter lacks and must compute first.
+        The best choice also pays for the tokens that the drafter must catch up with.
         """
         in_lockstep = bool(self._widths)
         best = (
@@ -171,8 +171,8 @@ class DraftControl:
             if in_lockstep
             else control.by_gain(curve, load)
         )
-        last = self._choice
-        if last is None or len(last.asked_B) != len(decoding):
+        previous = self._choice
+        if previous is None or len(previous.asked_B) != len(decoding):
             return best
         present_B = np.array([request.num_speculative_tokens for request in decoding])
         present = control.expect(curve, load, present_B, in_lockstep=in_lockstep)
@@ -182,7 +182,7 @@ class DraftControl:
         return best if best.tokens / seconds > _CHANGE_RATIO * present.rate else present
 
     def _catch_up_seconds(self, requests: Iterable[Request]) -> float:
-        """Seconds that the drafter takes to compute the tokens of these requests that it lacks."""
+        """Seconds in which the drafter can compute what it lacks of these requests' tokens."""
         tokens = sum(len(r.token_ids) - self._seen_S[r.slot] for r in requests)
         return self.costs.table.missed * tokens
 
@@ -199,12 +199,12 @@ class DraftControl:
         if not in_lockstep:
             probed = [self._adapting[self._num_choices % len(self._adapting)]]
         present = probed[0].num_speculative_tokens
-        more = min(present + _PROBE_DRAFTS, self.max_drafts)
+        raised = min(present + _PROBE_DRAFTS, self.max_drafts)
         if in_lockstep:
-            more = min((width for width in self._widths if width > present), default=present)
-        if more == present or (present and self._num_choices % _PROBE_PERIOD):
+            raised = min((width for width in self._widths if width > present), default=present)
+        if raised == present or (present and self._num_choices % _PROBE_PERIOD):
             return
-        probed_B = np.array([more if request in probed else 0 for request in decoding])
+        probed_B = np.array([raised if request in probed else 0 for request in decoding])
         asked_B = np.maximum(self._choice.asked_B, probed_B)
         probe = control.expect(curve, load, asked_B, in_lockstep=in_lockstep)
         extra_seconds = max(probe.seconds - self._choice.seconds, 0.0)
@@ -214,7 +214,7 @@ class DraftControl:
             self._budget = 0.0
             self._probed = [(request, request.num_speculative_tokens) for request in probed]
             for request in probed:
-                request.num_speculative_tokens = more
+                request.num_speculative_tokens = raised
 
     def _end_probe(self) -> None:
         for request, num_drafts in self._probed:

@@ -28,16 +28,16 @@ class Detokenizer:
     ) -> None:  # fmt: skip
         self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
         # A tokenizer that drops spaces before punctuation decodes several tokens together to
-        # another text than one by one; but late text must equal text that was streamed.
+        # another text than one by one; but text that is decoded late must equal streamed text.
         cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._decoded_together = 1 if cleans_up else _DECODED_TOGETHER
         self._ids = list(prompt_ids[-_CONTEXT:])
         self._start = 0  # tokens from here on are decoded together with the next token
-        self._num_shown = len(self._ids)  # tokens with their text in `_text`; the others wait
+        self._num_shown = len(self._ids)  # of `_ids`: prompt, and tokens shown; later tokens wait
         self._stop, self._includes_stop = tuple(stop), include_stop
         self._unread: list[int] = []  # tokens that follow `_ids` and were not decoded yet
         self._text = ""
-        self._num_before = 0  # characters before the text of the last token
+        self._num_before = 0  # characters of `_text` before the text of the last token
 
     @property
     def text(self) -> str:
@@ -80,7 +80,7 @@ class Detokenizer:
         """Cut the text at the first stop string that the last `append` or `flush` has completed.
 
         Returns:
-            The stop string; None if there is none.
+            The stop string; None if no stop string was completed.
         """
         text, earliest = self._text, None
         for stop in self._stop:
@@ -110,10 +110,10 @@ class Detokenizer:
         return stable
 
     def _show(self, shown_text: str, full_text: str, end: int) -> None:
-        """Append the new part of `full_text`, the text of the tokens from `_start` to `end`."""
+        """Append to `_text` the new part of `full_text`, the text of tokens `_start` to `end`."""
         pairs = enumerate(zip(shown_text, full_text, strict=False))
         shorter = min(len(shown_text), len(full_text))
-        # May be less than `shown_text` has: a prompt may end within a character.
+        # `full_text` may not begin with `shown_text`: a prompt may end within a character.
         num_same = next((i for i, (a, b) in pairs if a != b), shorter)
         self._text += full_text[num_same:]
         self._start, self._num_shown = self._num_shown, end
@@ -121,15 +121,15 @@ class Detokenizer:
     def _show_invalid(self, shown_text: str, full_text: str) -> None:
         """Show waiting tokens that are more than any valid character needs.
 
-        They are shown up to the last boundary of characters, where both sides, decoded one by one,
-        give the same text as together. Without a boundary they wait until there are twice as many,
-        and then all are shown.
+        The tokens are shown up to the last boundary of characters: both sides, decoded separately,
+        give the same text as together. Without a boundary, all tokens are shown once twice
+        `_MAX_WAITING` tokens wait.
         """
         end = len(self._ids)
         for boundary in range(end - 1, self._num_shown, -1):
-            left = self._decode(self._start, boundary)
-            if left + self._decode(boundary, end) == full_text:
-                self._show(shown_text, left, boundary)
+            before_boundary = self._decode(self._start, boundary)
+            if before_boundary + self._decode(boundary, end) == full_text:
+                self._show(shown_text, before_boundary, boundary)
                 return
         if end - self._num_shown >= 2 * _MAX_WAITING:
             self._show(shown_text, full_text, end)

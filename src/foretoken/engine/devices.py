@@ -13,7 +13,7 @@ from foretoken.ops import Backend, get_backend, unavailable
 
 _log = logging.getLogger(__name__)
 
-_LEAST_FOR_TRITON = (7, 5)  # lowest compute capability of NVIDIA for which Triton compiles
+_LEAST_FOR_TRITON = (7, 5)  # lowest compute capability of NVIDIA's GPUs for which Triton compiles
 
 
 def choose_device(name: str) -> torch.device:
@@ -50,12 +50,13 @@ def use_device(device: torch.device) -> None:
 
 
 def _why_no_gpu() -> tuple[str, bool]:
-    """Why no GPU can be used, and whether this is a fault: there is a driver or a GPU."""
+    """Why no GPU can be used, and whether the reason is a fault: a PyTorch for CPUs, a missing
+    driver and a missing GPU are no faults."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"this PyTorch, {torch.__version__}, was built for CPUs", False
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:  # its first sentence has the reason
+    except RuntimeError as error:  # the first sentence of the message has the reason
         reason = str(error).partition(". ")[0].rstrip(".")
         return reason, not reason.startswith(("Found no NVIDIA driver", "No CUDA GPUs"))
     return "`nvidia-smi` may say why", True

@@ -113,7 +113,8 @@ class Engine:
         return bound is None or len(self.scheduler.waiting) < bound
 
     def step(self) -> list[RequestGroup]:
-        """Advance every running request; returns their groups, in order of arrival.
+        """Launch a step of all running requests, and commit this step (if `runs_ahead`, the
+        last step); returns the groups of the committed step, in order of arrival.
 
         Raises:
             IntegrityError: no work is left, but a block or slot is not free: a bug in Foretoken.
@@ -146,7 +147,7 @@ class Engine:
             plan, shares = self._plan_step(schedule)
             with self.threads.during(shares):
                 step = self.runner.begin(plan)
-                del self._released[: len(plan.released)]  # the runner has released these
+                del self._released[: len(plan.released)]  # the runner has released these slots
                 if step is not None:
                     edits, launched.edit_faults = self._edits(shares, step)
                     launched.result = self.runner.finish(step, edits)
@@ -178,7 +179,7 @@ class Engine:
     def _edits(
         self, shares: Sequence[Share], step: OpenStep
     ) -> tuple[PackedEdits | None, dict[int, Exception]]:
-        """The host's edits of a step's logits, None if there are none; and `edit_faults`."""
+        """The host's edits of a step's logits (None: no request has any), and `edit_faults`."""
         deciding = [share for share in shares if share.decides]
         requests = enumerate(share.request for share in deciding)
         histories = {d: request.history for d, request in requests if request.history is not None}
@@ -192,9 +193,9 @@ class Engine:
         return edits, {deciding[d].slot: error for d, error in errors.items()}
 
     def commit(self, launched: Launched) -> list[RequestGroup]:
-        """Give requests the results of a step; returns the groups that were running in it."""
+        """Give requests the results of a step; returns the groups that ran at the launch."""
         for share in launched.shares:
-            if share.request.launched_share is share:  # no later step was launched
+            if share.request.launched_share is share:  # the request is in no later step
                 share.request.launched_share = None
         with self._ending_batch_on_error():
             outcomes = launched.result.read()
@@ -224,7 +225,7 @@ class Engine:
         Raises:
             EngineBrokenError: the device failed.
             OverloadedError: `max_num_waiting` requests wait already. (The n samples of a prompt are
-                queued together, and may exceed that number.)
+                queued together, and may exceed this bound.)
         """
         self.check_works()
         self.check_room()
@@ -240,8 +241,8 @@ class Engine:
             group.prompt_logprobs = [None]
         rule = params.rejection_sample_method or self._rule
         num_drafts, adapts = choose_num_drafts(params, rule, self.limits)
-        # Edits depend on the tokens before them, so the request waits until these are known. On an
-        # asynchronous device the host does not know drafts in time to edit their rows.
+        # Edits depend on the tokens before them, so the request waits until the host knows these.
+        # An asynchronous device does not tell the host drafts in time to edit the drafts' rows.
         waits = params.edits_logits and self.runs_ahead
         if params.edits_logits and not self.runner.on_host:
             num_drafts, adapts = 0, False
@@ -261,7 +262,7 @@ class Engine:
     def encode_bad_words(self, params: SamplingParams) -> BadWords:
         """`bad_words` as token ids. Any thread may call this."""
         words, cached = tuple(params.bad_words or ()), self._bad_words
-        if words not in cached:  # only the last are kept: prompts of one call often share them
+        if words not in cached:  # only the last words are kept: one call often repeats them
             ids = bad_word_ids(words, self.tokenizer, self.limits.vocab_size)
             self._bad_words = cached = {(): (), words: ids}
         return cached[words]
@@ -309,7 +310,7 @@ class Engine:
         self.runner.slots.check_integrity(live | {*self._released})
 
     def _release_idle(self) -> None:
-        """Without further work, release the slots that requests have left now: no step follows."""
+        """If no work remains, no step follows: release the slots of ended requests now."""
         if self._released and not self.has_work:
             released, self._released = self._released, []
             self.runner.run(StepPlan(released))
@@ -322,7 +323,7 @@ class Engine:
 
     @contextmanager
     def _ending_batch_on_error(self) -> Iterator[None]:
-        """An exception inside ends all running requests; if the device failed, also the queue."""
+        """An exception inside ends all running requests, and waiting ones if the device failed."""
         try:
             yield
         except BaseException as error:
@@ -341,8 +342,8 @@ class Engine:
         request.group.error = request.group.error or faults.processing_error(request, cause)
 
     def _admit(self, request: Request) -> Admission:
-        """The admission of a request that got a slot; makes its edit history and detokenizer, if it
-        lacks them (after a preemption it has them)."""
+        """The admission of a request that got a slot; also makes the request's edit history and
+        detokenizer, unless it has these from before a preemption."""
         params = request.params
         if params.edits_logits and request.history is None:
             prompt_ids, stop_ids = request.group.prompt_ids, tuple(request.stop_ids)
@@ -372,7 +373,7 @@ class Engine:
             # After a preemption the group may have the first rows of a chunk already.
             num_known = len(group.prompt_logprobs) - 1
             group.prompt_logprobs += rows[num_known - share.start :]
-        if share.num_preemptions == request.num_preemptions:  # else the K/V are lost
+        if share.num_preemptions == request.num_preemptions:  # else a preemption lost the K/V
             request.num_computed += share.num_tokens + outcome.num_accepted
         if not share.decides:
             return

@@ -29,8 +29,8 @@ def broken_engine(cause: BaseException) -> errors.EngineBrokenError:
     reason = str(cause).partition("\n")[0]
     return errors.EngineBrokenError(
         f"The device failed ({reason}), and nothing more can be computed in this process: start "
-        "another one. If it happens again, CUDA_LAUNCH_BLOCKING=1 in its environment shows where, "
-        "and `nvidia-smi -q` and the system's log say whether the hardware is at fault."
+        "another process. If this happens again, CUDA_LAUNCH_BLOCKING=1 in the environment shows "
+        "where, and `nvidia-smi -q` and the system's log say whether the hardware is at fault."
     ).caused_by(cause)
 
 
@@ -44,11 +44,11 @@ def processing_error(request: Request, cause: Exception) -> errors.ForetokenErro
     ).caused_by(cause)
 
 
-def overloaded(num_waiting: int, bound: int | None) -> errors.OverloadedError:
+def overloaded(num_waiting: int, max_num_waiting: int | None) -> errors.OverloadedError:
     """The error of a request that a full queue refuses."""
-    rule = f"less than {bound} waiting requests before another is queued"
+    bound = f"more than the {num_waiting} requests that wait already"
     remedy = "Send the request again later, or raise `max_num_waiting`."
-    return errors.OverloadedError("max_num_waiting", num_waiting, rule, remedy)
+    return errors.OverloadedError("max_num_waiting", max_num_waiting, bound, remedy)
 
 
 def step_failure(cause: BaseException) -> errors.ForetokenError:

@@ -60,7 +60,7 @@ class Graphs:
     def shape_of(
         self, step: StepInput, params: SlotParams, drafters: frozenset[int], *, samples: bool
     ) -> StepShape | None:
-        """The shape under which this step can be captured; None: there is no such shape.
+        """The shape under which this step can be captured; None: it cannot be captured.
 
         Args:
             drafters: indices of the drafters of all slots in use.
@@ -77,8 +77,8 @@ class Graphs:
         width = next(width for width in self.widths if width >= most_drafts)
         shape = StepShape(size, width, params.has_filters, params.rules, samples, drafters)
         if len(params.rules) > 1 or params.rules & _RARE_RULES:
-            # All rare mixtures of rules share one shape, with kernels for every rule. Otherwise
-            # there would be 30 kinds of steps, and a capture takes as long as a hundred steps.
+            # Steps with several rules or a rare rule share one shape, with kernels for all lossless
+            # rules. Otherwise there would be 30 shapes, and a capture takes as long as 100 steps.
             shape = StepShape(size, width, True, params.rules | _LOSSLESS_RULES, True, drafters)
         return None if shape in self._left_out else shape
 

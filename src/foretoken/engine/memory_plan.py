@@ -21,7 +21,7 @@ LEAST_CONTEXT = 1024  # a context is never shortened below this; no remedy advis
 
 # Fields of `Sizes` with other names than their options: under a fixed K, and under K = `auto`.
 _OPTIONS = {"num_drafts": ("num_speculative_tokens", "max_speculative_tokens")}
-_LEAST_TOKENS = 256  # remedies keep `max_num_batched_tokens` above: smaller chunks are slow
+_LEAST_TOKENS = 256  # remedies lower `max_num_batched_tokens` no further: small chunks are slow
 _RESERVE = 0.03  # share of free memory for the allocator's fragments and kernels loaded later
 _VARIANTS = 2  # captures of one size and width of a step: for example with and without filters
 
@@ -33,7 +33,7 @@ _GPU_REMEDY = (
     "Lower `memory_fraction`, so that the cache leaves more to steps, `max_num_batched_tokens` or "
     "`max_num_seqs`; and see that no other process takes the GPU's memory."
 )
-# In RuntimeErrors of PyTorch, its libraries and the C++ library.
+# Texts in RuntimeErrors of PyTorch, its libraries and the C++ library when memory ran out.
 _MESSAGES = ("alloc_failed", "can't allocate memory", "not enough memory", "out of memory",
              "bad_alloc", "size calculation overflowed")  # fmt: skip
 
@@ -66,7 +66,7 @@ class Sizes:
 
 
 class StepPeak(NamedTuple):
-    """The measured bytes that a step takes while it runs, its tokens and its deciding rows."""
+    """A measured step: its tokens, its deciding rows, and the bytes that it takes while it runs."""
 
     tokens: int
     rows: int
@@ -86,21 +86,21 @@ class StepBytes:
     per_token: float = 0.0
 
     @classmethod
-    def through(cls, least: StepPeak, decode: StepPeak, largest: StepPeak) -> StepBytes:
+    def through(cls, smallest: StepPeak, decode: StepPeak, largest: StepPeak) -> StepBytes:
         """The linear function through three measured steps.
 
         Args:
-            least: one request decodes.
+            smallest: one request decodes.
             decode: as many requests decode as memory allows.
             largest: as `decode`, with as many prompt tokens as memory allows, maybe none.
         """
-        rows, tokens = decode.rows - least.rows, largest.tokens - decode.tokens
-        row_bytes = max(decode.num_bytes - least.num_bytes, 0)
+        rows, tokens = decode.rows - smallest.rows, largest.tokens - decode.tokens
+        row_bytes = max(decode.num_bytes - smallest.num_bytes, 0)
         token_bytes = max(largest.num_bytes - decode.num_bytes, 0)
-        per_row = row_bytes / rows if rows else least.num_bytes / least.rows
+        per_row = row_bytes / rows if rows else smallest.num_bytes / smallest.rows
         per_token = token_bytes / tokens if tokens else per_row
         linear = cls(per_row=per_row, per_token=per_token).at(largest.tokens, largest.rows)
-        return cls(least.num_bytes, largest.num_bytes - linear, per_row, per_token)
+        return cls(smallest.num_bytes, largest.num_bytes - linear, per_row, per_token)
 
     def at(self, tokens: int, rows: int) -> int:
         """Bytes of a step of this size."""
@@ -152,13 +152,13 @@ class MemoryCosts:
 
     def parts(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
         """Bytes by name of part, with a cache of `num_blocks`."""
-        copied = (num_blocks + self.spare) * self.copied
+        copies = (num_blocks + self.spare) * self.copied
         parts = {
             "weights": self.weights,
             "weights of the draft": self.draft_weights,
             "texts to draft from": self.draft_texts,
             "kernels and libraries": self.libraries,
-            "activations": self.steps.at(sizes.tokens, sizes.rows) + copied,
+            "activations": self.steps.at(sizes.tokens, sizes.rows) + copies,
             "CUDA graphs": self._graphs(sizes),
             **self.cache(sizes, num_blocks),
         }
@@ -178,7 +178,7 @@ class MemoryCosts:
         return sum(self.parts(sizes, num_blocks).values())
 
     def _graphs(self, sizes: Sizes) -> int:
-        """Bytes of captured steps, which keep their outputs: of all sizes and widths of drafts."""
+        """Bytes of the captured steps for all batches and numbers of drafts, with their outputs."""
         if not self.graph:
             return 0
         batches = graph_sizes(sizes.max_num_seqs)
@@ -214,7 +214,7 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     def with_measured(self, name: str, num_bytes: int) -> MemoryPlan:
-        """The plan with a part's measured bytes; unchanged if they are 0, not known yet."""
+        """The plan with a part's measured bytes; unchanged if these are 0, not known yet."""
         return replace(self, parts={**self.parts, name: num_bytes}) if num_bytes else self
 
     def table(self) -> str:
@@ -310,7 +310,7 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
     """The plan with the largest cache that fits and that requests can use.
 
     Args:
-        may_shorten: whether to lower `max_model_len` if the cache is too small for it.
+        may_shorten: whether to lower `max_model_len` if one request of that length does not fit.
 
     Raises:
         EngineMemoryError: memory does not suffice.
@@ -320,9 +320,9 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
         context = demand.largest("max_model_len", min(longest, LEAST_CONTEXT), longest)
         if context is not None:
             demand = demand.resized(max_model_len=context)
-    costs, sizes, usable, least = demand.costs, demand.sizes, demand.usable, demand.least_blocks
-    most = costs.most_blocks(sizes) if sizes.num_blocks is None else least
-    num_blocks = largest_fitting(least, most, lambda n: costs.total(sizes, n) <= usable)
+    costs, sizes, usable, low = demand.costs, demand.sizes, demand.usable, demand.least_blocks
+    high = costs.most_blocks(sizes) if sizes.num_blocks is None else low
+    num_blocks = largest_fitting(low, high, lambda n: costs.total(sizes, n) <= usable)
     if num_blocks is None:
         raise EngineMemoryError(shortage(demand))
     return MemoryPlan(costs.parts(sizes, num_blocks), num_blocks, sizes.max_model_len, usable)
@@ -349,16 +349,16 @@ def shortage(demand: Demand) -> str:
 
 
 def remedies(demand: Demand) -> list[Remedy]:
-    """All changes of a single option that suffice; if there are none, the first change that halves
-    all sizes once or more and suffices; else []."""
+    """All changes of a single option that suffice; if no such change does, the first change that
+    halves all sizes once or more and suffices; else []."""
     single = [remedy for remedy in _single_changes(demand) if remedy.result.missing <= 0]
     halved = (_halved(demand, times) for times in range(1, 32))
     return single or [remedy for remedy in halved if remedy.result.missing <= 0][:1]
 
 
 def _single_changes(demand: Demand) -> Iterator[Remedy]:
-    """Changes of a single option: a size as large as suffices, or another option (which may not
-    suffice)."""
+    """Changes of a single option: a size, lowered only as far as necessary; or another option (this
+    change may not suffice)."""
     sizes, budget = demand.sizes, demand.budget
     any_blocks = demand.resized(num_blocks=None)
     yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, any_blocks)
@@ -370,8 +370,8 @@ def _single_changes(demand: Demand) -> Iterator[Remedy]:
     plain = replace(demand, costs=costs).resized(num_drafts=0)
     yield Remedy({"speculative_config": ("given", None)}, plain)
     fraction = (100 * demand.least // budget.total + 1) / 100
-    more = replace(demand, budget=replace(budget, fraction=fraction))
-    yield Remedy({"memory_fraction": (f"{budget.fraction:g}", f"{fraction:g}")}, more)
+    raised = replace(demand, budget=replace(budget, fraction=fraction))
+    yield Remedy({"memory_fraction": (f"{budget.fraction:g}", f"{fraction:g}")}, raised)
 
 
 def _halved(demand: Demand, times: int) -> Remedy:
@@ -434,8 +434,8 @@ def memory_error(doing: str, cause: BaseException, remedy: str = "") -> EngineMe
 def check_fits(num_bytes: int) -> None:
     """Raise `EngineMemoryError` for a cache larger than this machine's memory."""
     limit = machine_bytes()
-    if limit is not None and num_bytes > limit:  # Linux would kill the process when it writes to it
+    if limit is not None and num_bytes > limit:  # Linux would kill the process later
         raise EngineMemoryError(
-            f"The cache asked for takes {num_bytes / 2**30:.3g} GiB, and this machine has "
+            f"The cache and the slots take {num_bytes / 2**30:.3g} GiB, and this machine has "
             f"{limit / 2**30:.3g} GiB of memory. {_REMEDY}"
         )

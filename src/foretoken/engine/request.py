@@ -45,7 +45,7 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
 
 
 class Delivered(NamedTuple):
-    """What was delivered of a sample as deltas: tokens, pieces of text, whether its end."""
+    """How much of a sample was delivered: tokens, pieces of text, and whether also the end."""
 
     num_tokens: int = 0
     num_pieces: int = 0
@@ -74,11 +74,11 @@ class Request:
         arrival: (priority, number in order of arrival); the lowest is served first.
         num_preemptions: how often the request lost its blocks and had to compute them again.
         trace: a record of each token, if requested.
-        detokenizer: makes the text while the request runs; None without a tokenizer.
+        detokenizer: makes the text while the request runs; None: no text is made.
         pieces: the text that no later token can change, in the pieces in which it was read.
-        history: the state that edits of logits depend on, made when the request gets a slot; None:
-            it has no edits.
-        matcher: the request's state in its grammar, made with the first token; None: no grammar.
+        history: the state that edits of logits depend on, made when the request gets a slot; None
+            before, and without edits.
+        matcher: the request's state in its grammar, made with the first token; else None.
         limit: most tokens that the request may have, prompt included; a field because a step reads
             it six times.
     """
@@ -162,8 +162,8 @@ class Request:
 
     @property
     def most_remaining(self) -> int:
-        """Most tokens that the request may emit in its next step; 0 if the launched step surely
-        ends it, or if it must wait for that step's tokens."""
+        """Most tokens that may be emitted from the next step on; 0 if the launched step surely ends
+        the request, or if the request must wait for that step's tokens."""
         share = self.launched_share
         if self.waits_for_tokens and share and share.decides:
             return 0

@@ -59,7 +59,7 @@ def trace_round(
     """
     if outcome.evidence is None:
         return []
-    token_K, p_K1, q_K1, u_K, mass_K, is_real = (column.tolist() for column in outcome.evidence)
+    token_K, p_K1, q_K1, u_K, mass_K, has_real_q = (column.tolist() for column in outcome.evidence)
     num_drafts, num_accepted = outcome.num_drafts, outcome.num_accepted
     position = len(request.token_ids)  # of the outcome's first token
     round_number = 1 + request.trace[-1].round if request.trace else 0
@@ -68,7 +68,7 @@ def trace_round(
     q_K, mass_K = q_K1[:num_drafts], mass_K[:num_drafts]
     threshold_K = _thresholds(rule, p_K1[:num_drafts], q_K, mass_K, rates)
     num_tested = 0
-    if rule == "block":  # tests all drafts before the first that counts as no draft
+    if rule == "block":  # this rule tests all drafts before the first that counts as no draft
         num_tested = next((i for i, q in enumerate(q_K) if not q > 0), num_drafts)
 
     def record(
@@ -77,15 +77,15 @@ def trace_round(
         """The record of a token or draft, i tokens after the outcome's first token."""
         return TokenTrace(
             token, text_of(token) if token >= 0 else None, position + i, round_number, request.rule,
-            origin, p, q if is_real else None, drafter if num_drafts else None, **draft_fields,
+            origin, p, q if has_real_q else None, drafter if num_drafts else None, **draft_fields,
         )  # fmt: skip
 
     drafts = []
     for i in range(num_drafts):
         origin, reason = "accepted" if i < num_accepted else "unread", None
         if num_accepted <= i < max(num_accepted + 1, num_tested) and outcome.is_finite:
-            kind = rule if q_K[i] > 0 else "placeholder" if q_K[i] == 0 else "not finite"
-            origin, reason = "rejected", REASONS[kind]
+            cause = rule if q_K[i] > 0 else "placeholder" if q_K[i] == 0 else "not finite"
+            origin, reason = "rejected", REASONS[cause]
         threshold, mass = threshold_K[i], mass_K[i]
         drafts.append(record(
             i, token_K[i], origin, p_K1[i], q_K[i] if q_K[i] > 0 else None, draft_index=i,
@@ -104,7 +104,7 @@ def trace_round(
 
 
 def last_record(records: Sequence[TokenTrace], i: int) -> TokenTrace:
-    """Record i of a round, if token i ended the request: all later drafts were dropped."""
+    """Record i of a round, if token i ended the request, with all later drafts as `dropped`."""
     later = [replace(r, dropped=()) for r in records[i + 1 :] if r.draft_index is not None]
     return replace(records[i], dropped=(*later, *records[-1].dropped))
 
@@ -112,8 +112,8 @@ def last_record(records: Sequence[TokenTrace], i: int) -> TokenTrace:
 def _thresholds(
     rule: str, p_K: list[float], q_K: list[float], mass_K: list[float], rates: Sequence[float]
 ) -> list[float | None]:
-    """For each draft, the number that u must be below to accept the draft; None if it counts as no
-    draft, or if the rule compares tokens."""
+    """For each draft, the number that u must be below to accept the draft; None if the draft
+    counts as no draft, or if the rule compares tokens."""
     thresholds: list[float | None] = []
     weight = 1.0  # of the block rule: p_i in docs/verification.md
     for i, (p, q, mass) in enumerate(zip(p_K, q_K, mass_K, strict=True)):

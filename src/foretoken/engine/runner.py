@@ -69,7 +69,7 @@ class Runner:
 
     def begin(self, plan: StepPlan) -> OpenStep | None:
         """Apply a plan, and launch drafting and the target's pass; returns the step for `finish`,
-        None if the plan has no requests, or all have surely ended."""
+        None if the plan has no requests, or only requests that have surely ended."""
         start = time.perf_counter()
         self._clock.start(timed=plan.timed)
         self.slots.apply(plan)
@@ -154,7 +154,7 @@ class Runner:
         return self.graphs.shape_of(step, slots.params, slots.drafters, samples=samples)
 
     def _captured_shape(self, step: StepInput) -> StepShape | None:
-        """As `_shape_of`, and a new shape is captured; None also if no memory is left for this."""
+        """As `_shape_of`, and a new shape is captured; None also if the capture fails."""
         shape = self._shape_of(step)
         if shape is not None and shape not in self.graphs:
             try:
@@ -168,8 +168,8 @@ class Runner:
     def capture(self, shape: StepShape) -> None:
         """Record the stages of a shape in a step of padding only: no request is touched.
 
-        If the model reads results of the device during a pass, recording fails. Then no more shapes
-        are recorded, and every step runs operator by operator.
+        Only running out of memory is raised. After another RuntimeError, for example because the
+        model reads results of the device during a pass, every step runs operator by operator.
         """
         self._warm_up(shape)
         try:
@@ -191,7 +191,7 @@ class Runner:
         if self.drafter is None or not draft_requests.most:
             return draft_requests, no_drafts(len(draft_requests.slot_B), self.device)
         drafts = self.drafter.propose(draft_requests)
-        # Verification rejects ids that the target lacks; its pass computes its last id instead.
+        # Verification rejects ids that the target lacks; the target computes its last id instead.
         self.slots.write_drafts(draft_requests, drafts, self.model.vocab_size - 1)
         return draft_requests, drafts
 
@@ -254,8 +254,8 @@ class Sampler:
             request_R = to_device(np.array(step_input.traced_D, dtype=np.int64), self.slots.device)
             evidence = self.backend.evidence(self._verify_batch(step, edits), verdict, request_R)
             result.evidence = ToHost(evidence)
-        # Only if some verdict is not finite, the raw rows are checked, too (on a host it is known
-        # here whether all verdicts are finite).
+        # A verdict is not finite if edits ban every token or the model computes a NaN: a check of
+        # the raw rows shows which. (A host skips the check if all verdicts are finite.)
         if edits is not None and not (self.slots.on_host and bool(verdict.finite_B.all())):
             result.is_finite_N = ToHost([step.logits_NV.amax(dim=1).isfinite()])
         if step_input.most_logprobs >= 0:  # not `NONE`, which is -1
@@ -268,8 +268,8 @@ class Sampler:
     def _logprob_rows(self, opened: OpenStep, verdict: Verdict) -> tuple[Tensor, Tensor]:
         """The rows of logits that need log-probabilities, [R], and the token after each row.
 
-        First come K + 1 rows per deciding request, padding included; then rows of prompts. The last
-        row of a prompt gets an arbitrary token.
+        First come K + 1 rows, padding included, for each deciding request that wants
+        log-probabilities; then rows of prompts. The last row of a prompt gets an arbitrary token.
         """
         requests, batch, num_D = opened.requests, opened.batch, opened.drafts.num_B
         step, device = requests.step, self.slots.device
@@ -287,8 +287,8 @@ class Sampler:
             count = sum(step.num_tokens_B[b] for b in step.reported_prompts_B)
             at_P = batch.logit_row_N[first : first + count]
             end_B = batch.attention.query_start_B1[1:]
-            # The clamp is for kernels that are compiled ahead: they return zeros, so that all
-            # requests end at row 0.
+            # While kernels are compiled ahead, all rows are 0, and `searchsorted` finds no request:
+            # the clamp keeps the index valid.
             b_P = torch.searchsorted(end_B, at_P, right=True).clamp(max=len(end_B) - 1)
             after_P = batch.position_T[at_P] + 1
             token_R.append(self.slots.state.token_SL[requests.slot_B[b_P], after_P].to(torch.int64))

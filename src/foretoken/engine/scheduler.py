@@ -4,8 +4,8 @@ A running request prefills (computes known tokens without K/V) or decodes (compu
 and verifies the drafts after it). Requests are admitted in order of arrival, and the youngest
 running request is preempted when an older request needs a block. The oldest request is never
 preempted for another, and the pool is large enough for any single request, so every request
-finishes. But a request with a lower `priority` counts as older than all requests with a higher one,
-which may wait for ever.
+finishes. But a request with a lower `priority` counts as older than all requests with a higher
+`priority`, which may wait for ever.
 
 A step may be scheduled before the result of the last one is known. Then blocks are reserved as if
 all drafts of the last step were accepted, its known tokens count as computed, and the prefix index
@@ -87,7 +87,7 @@ class Scheduler:
         """Admit waiting requests that fit, and return the next step.
 
         A decoding request always gets its token and all its drafts: if drafts were dropped to make
-        room for other requests, its tokens would depend on these. Prompts get the rest of
+        room for other requests, these would change its tokens. Prompts get the rest of
         `max_num_batched_tokens`, and with a pace no more than there is time for.
         """
         for request in self.running:
@@ -122,7 +122,7 @@ class Scheduler:
     def _grow(self, request: Request, num_tokens: int) -> None:
         """Give a running request the blocks that it lacks for its first `num_tokens` tokens.
 
-        While too few blocks are free, the youngest request is preempted, maybe this one.
+        While too few blocks are free, the youngest request is preempted, maybe `request` itself.
         """
         while request.status is Status.RUNNING:
             first = len(request.block_ids)
@@ -199,7 +199,7 @@ class Scheduler:
 
     def _share(self) -> None:
         """Schedule all decoding requests, and chunks of prompts while there is room."""
-        # By request that prefills: known tokens to compute.
+        # Known tokens to compute, by prefilling request.
         missing = {r: count for r in self.running if (count := r.num_prefill)}
         drafts = {r: r.max_drafts for r in self.running if r not in missing and r.most_remaining}
         chunks = self._chunks(missing, drafts) if missing else {}
@@ -215,7 +215,7 @@ class Scheduler:
     def _chunks(
         self, missing: Mapping[Request, int], drafts: Mapping[Request, int]
     ) -> dict[Request, int]:
-        """The number of prompt tokens in the step, by request.
+        """The sizes of the chunks of prompts in the step, by request.
 
         A quarter of the tokens that decoding requests leave for prompts goes to the oldest prompts,
         the rest to the prompts with the fewest missing tokens, priority by priority. So a short
@@ -223,7 +223,7 @@ class Scheduler:
         arrive together, the first is completed before the next begins.
 
         Args:
-            missing: prompt tokens still to compute, by request in order of arrival.
+            missing: known tokens to compute, by prefilling request in order of arrival.
             drafts: number of drafts, by decoding request.
         """
         max_tokens = max(self.max_num_batched_tokens - len(drafts) - sum(drafts.values()), 0)
@@ -234,13 +234,13 @@ class Scheduler:
 
         def distribute(requests: Iterable[Request], part: float) -> None:
             """Give tokens to requests in this order, up to `part` of all tokens and of the time."""
-            left = ceil(part * max_tokens) - sum(chunks.values())
+            remaining = ceil(part * max_tokens) - sum(chunks.values())
             for request in requests:
-                chunk = min(missing[request] - chunks[request], left)
+                chunk = min(missing[request] - chunks[request], remaining)
                 if chunk and room is not None:
                     chunk = room.take(request.num_scheduled + chunks[request], chunk, part)
                 chunks[request] += chunk
-                left -= chunk
+                remaining -= chunk
 
         distribute(missing, part=0.25)
         distribute(sorted(missing, key=lambda r: (r.params.priority, missing[r])), part=1.0)
@@ -267,7 +267,7 @@ class Scheduler:
         request.block_serials = []
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` for a leaked or shared block or slot, or a queue not in order."""
+        """Raise `IntegrityError` for leaked or shared blocks or slots, and for a wrong queue."""
         self.pool.check_integrity(r.block_ids for r in self.running)
         slots = sorted([*self._free_slots, *(r.slot for r in self.running)])
         if slots != list(range(self.max_num_seqs)):

@@ -33,20 +33,20 @@ from foretoken.slots.step import NONE, Admission, StepInput, StepPlan
 _COSTLY_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=20, prompt_logprobs=20)
 _TIMED_PARAMS = SamplingParams(temperature=1.0)
 
-# Limit of measuring, by type of device. Batch sizes that were not measured in time are
+# Seconds that measuring may take, by type of device. Batch sizes that were not measured in time are
 # interpolated, or extrapolated in proportion. On a GPU, captures take most of the time.
 SECONDS = {"cpu": 1.5, "cuda": 30.0}
 _LIMIT_SHARE_FIXED_K = 0.3  # share of the limit if K does not depend on the measurement
 _LIMIT_SHARE_PER_BATCH = 0.2  # share of the limit for each batch size
-_MIN_REPEATS, _MAX_REPEATS = 2, 12  # the quickest counts: disturbances make steps slower
+_MIN_REPEATS, _MAX_REPEATS = 2, 12  # the quickest repeat is used: disturbances make steps slower
 _ALL_K_BATCH = 4  # with up to so many requests all K are measured, with more only powers of two
 _SHORT, _LONG = 32, 512  # tokens of a request's context
-_LONG_ON_DEVICE = 4096  # 512 tokens of 16 requests take a GPU 0.2 ms of a step of 4
+_LONG_ON_DEVICE = 4096  # 512 tokens of 16 requests add only 0.2 ms to a GPU's step of 4 ms
 _LONG_CONTEXT_BATCH = 16  # requests with which a long context is measured
 BLOCK_TOKENS = _LONG_CONTEXT_BATCH * (_LONG + 64)  # tokens of the cache in which a host measures
 _GROWTH = 256  # tokens that the steps after one admission may add
 _CHUNKS = (1, *(2**i for i in range(4, 16)))  # tokens of measured prompt chunks
-_LARGEST_CHUNK_SHARE = 0.5  # of `max_step_seconds`: no chunk after the first that takes it is timed
+_LARGEST_CHUNK_SHARE = 0.5  # of `max_step_seconds`: a chunk that takes longer is the last timed
 _CHUNK_REPEATS = 3
 _LONG_PROMPT = 1024  # tokens before the chunk that is measured in a long prompt
 
@@ -94,7 +94,7 @@ class Gauge:
         except RuntimeError as error:
             if not memory_plan.is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # frees the tensors in them
+            traceback.clear_frames(error.__traceback__)  # frees the tensors in the frames
             return None
         most: int = self._cuda.max_memory_reserved(self._device)
         return max(most - self._reserved_before - base, 0)
@@ -106,7 +106,7 @@ def gauge_of(device: torch.device) -> Gauge | None:
 
 
 def measure_step_bytes(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
-    """Measure the three steps of `StepBytes.through`; if memory runs out, smaller ones.
+    """Measure the three steps of `StepBytes.through`; if memory runs out, smaller steps.
 
     Args:
         runner: a runner on a GPU that serves no request yet, with a cache of any size.
@@ -117,8 +117,8 @@ def measure_step_bytes(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
     state = runner.slots.state
     drafts = min(sizes.num_drafts, sizes.max_model_len - 2)
     longest = sizes.max_model_len - drafts - 1
-    requests, width = sizes.max_num_seqs, 1 + drafts
-    prompt_tokens = sizes.tokens - requests * width  # that fit into a step in which all decode
+    requests, rows_each = sizes.max_num_seqs, 1 + drafts
+    prompt_tokens = sizes.tokens - requests * rows_each  # that fit into a step in which all decode
 
     def run(chunks: Sequence[int]) -> None:
         """Run a step in which request b computes `chunks[b]` known tokens, and all decide."""
@@ -126,7 +126,7 @@ def measure_step_bytes(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
             length = longest if b == 0 or count > 1 else 1
             state.length_S[b] = length
             state.computed_S[b] = length - count
-            state.limit_S[b] = length + width
+            state.limit_S[b] = length + rows_each
         runner.run(StepPlan(step=_costly_step(chunks, drafts)))
 
     def run_all() -> None:
@@ -137,19 +137,19 @@ def measure_step_bytes(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
                 gauge.peak(partial(run, chunks), 0)
 
     def peak(requests: int, prompt_tokens: int) -> StepPeak | None:
-        """The peak of a step in which so many requests share `prompt_tokens`; None: too large."""
+        """The peak of a step of so many requests and prompt tokens; None: memory ran out."""
         chunks = _chunks(requests, prompt_tokens, longest)
         run_step = partial(run, chunks)
-        # Only the second run counts: the first may try several kernels.
+        # Only the second run is used: the first may try several kernels.
         if gauge.peak(run_step, base) is None or (num_bytes := gauge.peak(run_step, base)) is None:
             return None
-        return StepPeak(sum(chunks) + requests * drafts, requests * width, num_bytes)
+        return StepPeak(sum(chunks) + requests * drafts, requests * rows_each, num_bytes)
 
     runner.model.backend.compile_ahead(run_all)
     _admit_everywhere(runner, sizes, _COSTLY_PARAMS)
     base = gauge.taken()
-    least = peak(1, 0)
-    if least is None:
+    smallest = peak(1, 0)
+    if smallest is None:
         taken = memory_plan.format_bytes(gauge.taken())
         raise EngineMemoryError(
             f"Out of memory in a step of one request: weights and kernels take {taken}. Take a "
@@ -161,7 +161,7 @@ def measure_step_bytes(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepBytes:
     while largest is None and prompt_tokens > 0:
         largest = peak(requests, prompt_tokens)
         prompt_tokens //= 2
-    return StepBytes.through(least, decode, largest or decode)
+    return StepBytes.through(smallest, decode, largest or decode)
 
 
 def _admit_everywhere(runner: Runner, sizes: Sizes, params: SamplingParams) -> None:
@@ -173,11 +173,11 @@ def _admit_everywhere(runner: Runner, sizes: Sizes, params: SamplingParams) -> N
 
 def _chunks(requests: int, prompt_tokens: int, longest: int) -> list[int]:
     """How many known tokens each request computes: one, and prompt tokens up to `longest`. The
-    first requests get the prompt tokens, until none is left."""
-    chunks, left = list[int](), prompt_tokens
+    first requests get the prompt tokens, until all are given out."""
+    chunks, remaining = list[int](), prompt_tokens
     for _ in range(requests):
-        chunks.append(1 + min(left, longest - 1))
-        left -= chunks[-1] - 1
+        chunks.append(1 + min(remaining, longest - 1))
+        remaining -= chunks[-1] - 1
     return chunks
 
 
@@ -185,8 +185,8 @@ def _costly_step(chunks: Sequence[int], drafts: int) -> StepInput:
     """A step in which all requests decide and want log-probabilities and evidence."""
     count, num_top = len(chunks), _COSTLY_PARAMS.logprobs or 0
     prompt_top_B = [NONE if chunk == 1 else num_top for chunk in chunks]
-    drafts_B, all_B, top_B = [drafts] * count, [True] * count, [num_top] * count
-    return StepInput(range(count), chunks, drafts_B, all_B, top_B, prompt_top_B, traces_B=all_B)
+    drafts_B, true_B, top_B = [drafts] * count, [True] * count, [num_top] * count
+    return StepInput(range(count), chunks, drafts_B, true_B, top_B, prompt_top_B, traces_B=true_B)
 
 
 def measure_step_seconds(
@@ -210,7 +210,7 @@ def measure_step_seconds(
         sizes.insert(1, sizes.pop())  # the smallest and the largest are always measured
     powers = (1, 2, 4, 8, 16, 32) if adapts else ()
     some_k = sorted({0, num_drafts, *(k for k in powers if k < num_drafts)})
-    seconds_2K1 = dict[int, Array]()  # by batch size: as of `_TimedSteps.table`, for all K
+    seconds_2K1 = dict[int, Array]()  # by batch size: as in `_TimedSteps.table`, for all K
     missed, end = 0.0, time.perf_counter() + limit
     for i, batch in enumerate(sizes):
         if time.perf_counter() > end and i > bool(widths):
@@ -235,7 +235,7 @@ def measure_prompt_seconds(
 ) -> PromptCosts:
     """Time chunks at the start of a prompt, and one chunk in a long prompt.
 
-    Chunks grow until one takes half of `max_seconds`, the longest time of a step.
+    Chunks grow until one takes half of `max_seconds`, the most that a step may take.
 
     Args:
         rule: as in `measure_step_seconds`.
@@ -244,15 +244,15 @@ def measure_prompt_seconds(
     steps = _TimedSteps(runner, 0, rule)
     sizes = [size for size in _CHUNKS if size <= min(steps.max_chunk, max_tokens)]
     steps.chunk(0, sizes[0])  # the first step also does work that is done only once
-    first = list[float]()
+    first_seconds = list[float]()
     for size in sizes:
-        first.append(steps.chunk(0, size))
-        if len(first) > 1 and first[-1] > _LARGEST_CHUNK_SHARE * max_seconds:
+        first_seconds.append(steps.chunk(0, size))
+        if len(first_seconds) > 1 and first_seconds[-1] > _LARGEST_CHUNK_SHARE * max_seconds:
             break
-    sizes = sizes[: len(first)]
+    sizes = sizes[: len(first_seconds)]
     count = sizes[len(sizes) // 2]  # tokens of the chunk in a long prompt
     start = min(_LONG_PROMPT, steps.max_chunk - count)
-    repeats = [[*first, steps.chunk(start, count)]]
+    repeats = [[*first_seconds, steps.chunk(start, count)]]
     repeats += [
         [*(steps.chunk(0, size) for size in sizes), steps.chunk(start, count)]
         for _ in range(_CHUNK_REPEATS - 1)
@@ -263,7 +263,7 @@ def measure_prompt_seconds(
     more = max(in_long_prompt - quickest[sizes.index(count)], 0.0)
     pair = more / (count * start) if start else 0.0  # see `PromptCosts.pair`
     without_pairs = np.maximum.accumulate(quickest - pair * np.square(sizes) / 2)
-    if len(sizes) == 1:  # no longer prompt fits; `PromptCosts` needs two sizes
+    if len(sizes) == 1:  # no larger chunk fits; `PromptCosts` needs two sizes
         sizes, without_pairs = [*sizes, 2 * sizes[0]], np.append(without_pairs, 2 * without_pairs)
     return PromptCosts(sizes, without_pairs.tolist(), float(pair))
 
@@ -303,12 +303,12 @@ class _TimedSteps:
             Seconds [2, N], row 0 without drafting and row 1 of drafting only; and the seconds that
             the drafter takes to compute one token that it has missed.
         """
-        repeats, first, start = list[list[tuple[float, float]]](), 0.0, time.perf_counter()
+        repeats, first_drafting, start = list[list[tuple[float, float]]](), 0.0, time.perf_counter()
         self._admit(batch, _SHORT)
         self._run(1)  # the first step also does work that is done only once
         while len(repeats) < _MAX_REPEATS:
             self._admit(batch, _SHORT)
-            first = self._run(1)[1]  # the drafter also computes the whole context
+            first_drafting = self._run(1)[1]  # the drafter also computes the whole context
             repeats.append([self._run_at(_SHORT, count) for count in drafts])
             if len(repeats) >= _MIN_REPEATS and time.perf_counter() > start + limit:
                 break
@@ -318,7 +318,7 @@ class _TimedSteps:
         seconds_2N = np.minimum.accumulate(seconds_2N[:, ::-1], axis=1)[:, ::-1]
         one_draft = float(np.interp(1, drafts, seconds_2N[1]))
         tokens = batch * max(min(_SHORT, self._limit // 2), 1)
-        return seconds_2N, max(first - one_draft, 0.0) / tokens
+        return seconds_2N, max(first_drafting - one_draft, 0.0) / tokens
 
     def seconds_per_context(self, batch: int, drafts: Sequence[int]) -> Array:
         """Seconds per token of context, [N], of steps with each number of drafts in `drafts`, by
@@ -336,7 +336,7 @@ class _TimedSteps:
         return np.array([seconds / tokens / batch if tokens else 0.0 for seconds in differences])
 
     def _run_at(self, length: int, count: int) -> tuple[float, float]:
-        """As `_run`; if there is no room for the step, first admit new requests of `length`."""
+        """As `_run`; if the requests are too long for a step, first admit requests of `length`."""
         if self._length + count + 2 > self._limit:
             self._admit(self._batch, length)
             self._run(1)
@@ -362,11 +362,11 @@ class _TimedSteps:
         self._batch = 0
 
     def _admit(self, batch: int, length: int) -> None:
-        """Replace the requests by `batch` new ones, of `length` tokens or as many as fit, of which
-        all but the last count as computed."""
+        """Replace the requests by `batch` new requests of `length` tokens, or as many as fit; all
+        tokens but the last count as computed."""
         self._new_cache()
         self._length = length = max(min(length, self._limit // 2), 2)
-        # Requests share no blocks while there are enough: shared ones would stay in a CPU's cache.
+        # Requests share no blocks if there are enough: shared blocks would stay in a CPU's cache.
         stride = -(-2 * length // self._runner.kv.block_size)
         admissions = [self._admission(slot, length, length - 1) for slot in range(batch)]
         new_blocks = [self._blocks(slot, slot * stride, length + _GROWTH) for slot in range(batch)]

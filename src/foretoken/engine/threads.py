@@ -24,12 +24,12 @@ import torch
 from foretoken.engine.request import Share
 from foretoken.ops import Backend
 
-_OPENMP_THREADS = torch.get_num_threads()  # before it is set here
+_OPENMP_THREADS = torch.get_num_threads()  # before this module changes the number
 _COMPARED_STEPS = 3  # thread counts are compared by the median of so many steps
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
-_CHANGE_RATIO = 0.95  # the other count is used if its time is less than so much of the present time
-_HOPELESS_RATIO = 2.0  # a trial ends at the first step that takes so many times as long
-_PAUSE_PER_RATIO = 20  # least steps between trials, per ratio of the slower to the faster time
+_CHANGE_RATIO = 0.95  # the other count is used below this part of the present count's time
+_HOPELESS_RATIO = 2.0  # a trial ends at a step that takes this many times the present time
+_PAUSE_PER_RATIO = 20  # a pause has at least so many steps times (slower time / faster time)
 
 
 def usable_cores(
@@ -49,7 +49,7 @@ def usable_cores(
     count = len({_siblings(cpus / f"cpu{cpu}") or str(cpu) for cpu in usable})
     with suppress(OSError, ValueError):
         microseconds, period = quota.read_text(encoding="ascii").split()
-        count = min(count, int(int(microseconds) / int(period)))  # "max", no quota, raises
+        count = min(count, int(int(microseconds) / int(period)))  # `int("max")`, no quota, raises
     return max(count, 1)
 
 
@@ -124,9 +124,9 @@ class _FasterCount:
     """The faster of two thread counts for steps of one kind, by the latest times per token.
 
     At first both counts are tried in turns. The slower count is tried again after 64 steps, and
-    each time that it stays slower the pause doubles; the pause is longer if its steps take very
-    long. If steps of the present count become slower than the last steps of the other count, the
-    other count is used from the next step on.
+    each time that it stays slower the pause doubles; the pause is longer if steps of the
+    slower count take very long. If steps of the present count become slower than the last steps of
+    the other count, the other count is used from the next step on.
 
     Args:
         first, second: the two counts; `first` is used at the start.

@@ -42,7 +42,7 @@ class StepTrace:
     asked_drafts: list[int] = field(default_factory=list)
 
     def count(self, shares: Sequence[Share], outcomes: Mapping[int, Outcome]) -> None:
-        """Add up shares and outcomes of requests that had not ended before the commit."""
+        """Count all shares in `asked_drafts`; elsewhere only shares of requests that still run."""
         counts = Counter(share.max_drafts for share in shares if share.decides)
         self.asked_drafts = [counts[k] for k in range(max(counts, default=-1) + 1)]
         for share in shares:
@@ -62,7 +62,7 @@ class StepTrace:
         Args:
             seconds: the times to schedule, to launch and to commit, in the `Engine.step` that
                 launched this step.
-            result: has the times of other phases of the launch; the rest counts as `admit`.
+            result: has the times of other phases of the launch; the rest of the launch is `admit`.
         """
         (schedule, launch, commit), phases = seconds, dict(result.phases)
         phases.pop("admit", 0.0)

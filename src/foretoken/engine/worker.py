@@ -39,18 +39,20 @@ _Answer = TypeVar("_Answer")
 # which costs 0.1 ms.
 _LONG_PROMPT = 2**12
 _ENCODER_THREAD = "foretoken-encoder"
-_MAX_COMMAND_SECONDS = 0.02  # after so many seconds of commands, a step is computed first
+_MAX_COMMAND_SECONDS = (
+    0.02  # after so many seconds of commands, a step runs before the next command
+)
 
 
 class OwnerProcess:
     """The process that made an engine. A forked child has the engine's memory, not its threads.
 
     Args:
-        kind: name of the owner's class, `LLM` or `AsyncEngine`.
+        owner: name of the class that uses the engine, `LLM` or `AsyncEngine`.
     """
 
-    def __init__(self, kind: str) -> None:
-        self._kind, self._pid = kind, os.getpid()
+    def __init__(self, owner: str) -> None:
+        self._owner, self._pid = owner, os.getpid()
 
     @property
     def is_forked(self) -> bool:
@@ -60,8 +62,8 @@ class OwnerProcess:
         """Raise `UsageError` in a forked child: there a computation would wait for ever."""
         if self.is_forked:
             raise UsageError(
-                f"this {self._kind} belongs to process {self._pid}, and this is a fork of it "
-                f"(process {os.getpid()}): make the {self._kind} after the fork, or start "
+                f"this {self._owner} belongs to process {self._pid}, and this is a fork of it "
+                f"(process {os.getpid()}): make the {self._owner} after the fork, or start "
                 "processes by `spawn`"
             )
 
@@ -82,7 +84,7 @@ class Turns:
         # One lock per thread, in order; the first thread has the turn. A waiting thread blocks on
         # its lock, which the thread before it releases at the end of its turn.
         self._queue: deque[threading.Lock] = deque()
-        self._threads: set[int] = set()  # that have or await their turn
+        self._threads: set[int] = set()  # ids of threads that have or await their turn
         self._deferred: deque[Callable[[], None]] = deque()
 
     @property
@@ -179,7 +181,7 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool) -> None:
         self.loop, self.deltas = loop, deltas
-        self._lock = threading.Lock()  # guards the two fields below
+        self._lock = threading.Lock()  # guards `_unread` and `_error`
         self._unread: list[Any] = []
         self._error: ForetokenError | None = None
         self._reader: asyncio.Future[None] | None = None  # used only on the loop
@@ -286,8 +288,8 @@ class Worker:
         """Add a request; returns its name: `request_id`, or the next free number if that is None.
 
         Raises:
-            RequestError: another open request has this name.
-            UsageError, StepError: the thread serves no request any more.
+            RequestError: `request_id` is no text, or another open request has this name.
+            UsageError, StepError: the thread serves no request any more, or this is a fork.
         """
         with self._condition_if_serving():
             name = request_id
@@ -305,8 +307,8 @@ class Worker:
         return name
 
     def call(self, work: Callable[[Engine], _Answer], text: Any = None) -> Future[_Answer]:
-        """Do `work` between two steps, or in the encoder's thread if it uses only the tokenizer and
-        the input `text` is long; the future gets the answer or the exception."""
+        """Do `work` between two steps; the future gets the answer or the exception. With a long
+        `text`, the encoder's thread does the work, which may then use only the tokenizer."""
         future: Future[_Answer] = Future()
         with self._condition_if_serving():
             self._calls.add(future)
@@ -365,7 +367,7 @@ class Worker:
 
     @contextmanager
     def _condition_if_serving(self) -> Iterator[None]:
-        """In any thread: hold the condition; raises if the thread serves no more commands."""
+        """In any thread: hold the condition; errors as in `open_request`, but no `RequestError`."""
         self.owner_process.check()
         with self._condition:
             if self._failure is not None:
@@ -421,13 +423,13 @@ class Worker:
     def _step(self) -> None:
         """Run one step, and deliver the new outputs of its requests."""
         changed = {*self._engine.step()}
-        self._wake_readers()  # if the step had no pass
+        self._wake_readers()  # for earlier outputs, unless a pass has woken the readers already
         self.metrics = self._engine.metrics.copy()
         for mailbox, group in [*self._groups.items()]:
             if group in changed or group.finished:  # a failed step may end waiting requests
                 self._deliver(mailbox, group)
         if not (self._engine.has_work and self._engine.runner.on_host):
-            self._wake_readers()  # no pass follows, or a device computes it
+            self._wake_readers()  # no pass follows, or a device computes the pass
 
     def _add(
         self, mailbox: Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
@@ -442,7 +444,7 @@ class Worker:
         except ForetokenError as error:
             mailbox.fail(error)
             return
-        except Exception as error:  # a bug: the engine's thread tells all readers
+        except Exception as error:  # a bug: raised in the engine's thread, which tells all readers
             command = partial(_raise, error)
         else:
             command = partial(self._submit, mailbox, submission)
@@ -453,7 +455,7 @@ class Worker:
                 self._post(command)
 
     def _submit(self, mailbox: Mailbox, submission: Submission) -> None:
-        """Queue an encoded prompt in the engine, if it still has a reader."""
+        """Queue an encoded prompt in the engine, if the prompt still has a reader."""
         if self._open.get(submission.request_id) is not mailbox:
             return
         try:

@@ -266,9 +266,9 @@ class Command:
         values = {name: getattr(options, name) for name in ("draws", "alpha", "seed")}
         shapes = {"of": ", ".join(scope.parts), **values}
         name = stem(options.output, "audit")
-        file = results(self.findings, name, self._reporter.command_line, shapes)
+        record = results(self.findings, name, self._reporter.command_line, shapes)
         for finding in self.findings[self._num_shown :]:
             self._say(finding)
         tables = {"Evidence": table(self.findings)}
         self._reporter.show(tables, [])
-        self._reporter.write(file, options.output, tables, sections(self.findings))
+        self._reporter.write(record, options.output, tables, sections(self.findings))

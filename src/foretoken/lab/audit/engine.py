@@ -145,7 +145,7 @@ class EngineAudit:
         ]
 
     def ranked(self, params: SamplingParams, count: int) -> tuple[list[Text], torch.Tensor]:
-        """New texts, and the ranks of the generated tokens, [texts, LENGTH]."""
+        """New texts, and the ranks of the generated tokens, [texts, LENGTH]; sets `self._p`."""
         texts = self.texts(params, count)
         self._p = self.reference.probabilities(texts, params)
         rows = zip(self._p, texts, strict=True)

@@ -84,7 +84,7 @@ class Uniform:
         if isinstance(other, np.ndarray):
             return NotImplemented  # numpy compares each element
         if isinstance(other, np.generic):
-            return np.bool_(self._is_past(above, other.item()))  # `~` of a bool is an int
+            return np.bool_(self._is_past(above, other.item()))  # not a bool, since `~True` is -2
         return self._is_past(above, other)
 
     def __lt__(self, other: Any) -> Any:

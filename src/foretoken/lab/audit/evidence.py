@@ -58,9 +58,7 @@ class Source(NamedTuple):
     num_drafts: int = 0  # number of drafts of a round; 0: acceptance is unknown
     # Mean number of drafts per round that the best lossless rule accepts.
     most_accepted: float = 0.0
-    usual_accepted: float = (
-        0.0  # mean number that `usual_rule` accepts; 0: as many as the best rule
-    )
+    usual_accepted: float = 0.0  # mean number that `usual_rule` accepts; 0: as the best rule
     cluster: int = 1  # number of outcomes that may depend on each other, such as tokens of one text
     delta: float = 0.0  # total variation from `null` that other arithmetic may cause without a bug
     usual_rule: str = "standard"

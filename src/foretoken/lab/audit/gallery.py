@@ -112,8 +112,7 @@ def block(
 def mean_accepted_by_block(p: Any, q: Any, drafts: Tokens) -> float:
     """The mean number of these drafts that `block` accepts, over all uniforms.
 
-    On average over drafts from q, no lossless rule that keeps the target for later rounds accepts
-    more.
+    Over drafts from q, no lossless rule with unchanged later rounds accepts more on average.
     """
     chance_to_fail = 1 - np.array(thresholds(p, q, drafts)[0], dtype=float)
     return float((1 - chance_to_fail[::-1].cumprod()).sum())

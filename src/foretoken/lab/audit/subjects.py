@@ -193,8 +193,8 @@ TOYS = (
     Toy("filtered", 4, 2, 2, seed=2, spread=0.7, filters={"top_k": 3}),
     Toy("heated", 16, 1, 1, seed=4, spread=0.7, filters={"temperature": 0.6}),
 )
-# Toys that are only enumerated, for one round: some verifiers are correct only for few tokens. Few
-# ids of drafts keep this at 2,000 runs.
+# Toys that are only enumerated, for one round: some verifiers are correct only for few tokens. With
+# few ids of drafts the enumeration takes 2,000 runs.
 _TOY_64, _TOY_16 = Toy("wide", 64, 2, 1, seed=5), Toy("wide pairs", 16, 3, 2, seed=6)
 WIDE = (replace(_TOY_64, draft_ids=16), replace(_TOY_16, draft_ids=4))
 
@@ -408,7 +408,7 @@ def backend_subject(
 ) -> Subject:
     """The audit of a backend's `draft` and `verify`, on toys with thousands of slots per call.
 
-    For `standard`, half of `alpha` is for a count of tokens from a far tail, half for the draws.
+    Only `standard` has checks of u's ends and of a far tail, which get half of `alpha`.
     `mutate` changes the drafter.
     """
 

@@ -54,7 +54,7 @@ class Finding:
     exact: list[str] = field(default_factory=list)  # lines about checks without draws
     broken: list[str] = field(default_factory=list)  # bugs that checks found
     notes: list[str] = field(default_factory=list)  # further lines from the subject
-    complete: bool = False  # False if the audit was interrupted
+    complete: bool = False  # False if the audit was interrupted or the subject stopped
     stopped: str | None = None  # the reason why the subject stopped giving outcomes, or None
 
     @property

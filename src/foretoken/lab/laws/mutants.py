@@ -1,4 +1,4 @@
-"""Ways to break losslessness by replacing one thing, on any backend; a law must reject each.
+"""Ways to break losslessness by one replacement, on any backend; a law must reject each mutant.
 
 A mutant changes the proposals of a drafter, the functions of a backend, or a rule in
 `ops/rules.py`. `mutants` and `rule_mutants` list the case in which a law must reject each mutant.

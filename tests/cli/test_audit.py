@@ -85,9 +85,9 @@ def test_the_documented_verifier_passes_and_the_files_are_whole(documented: Path
     shown = " ".join(re.findall(r"<text[^>]*>([^<]*)", page))  # notes are several lines
     for source in ("pairs", "binary", "filtered", "heated"):
         assert f"documented_verifier:verify: source `{source}`" in shown
-    assert shown.count("target, and where 99% of right shares are") == 4
+    assert shown.count("target, and the range of 99% of lossless subjects") == 4
     assert "An outcome is a text of 2; the target's share of it is computed from the toy's" in shown
-    assert "limit in one of 1,000 audits at most." in shown
+    assert "limit in at most one of 1,000 audits." in shown
     assert not re.findall(r"<script|<link|<img|src=|@import|url\(", page)
     assert set(re.findall(r"https?://[^\s\"<]+", page)) == {"http://www.w3.org/2000/svg"}
 
@@ -115,7 +115,7 @@ def test_an_interruption_keeps_what_there_is(tmp_path: Path) -> None:
     assert "2,000 of 60,000 draws of `x` were done." in result.stderr
     data = json.loads(file.read_text(encoding="utf-8"))
     assert data["rows"][0]["labels"]["complete"] is False
-    assert data["notes"][-1] == "Interrupted: `x` is partial."
+    assert data["notes"][-1] == "The audit of `x` is partial."
 
 
 def test_a_gallery_is_a_page_and_one_that_is_not_refuted_exits_with_1(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_a_right_server_passes(auditor: ServerAudit, draft: Reference) -> None:
         auditor.client = Client(url, None)
         found = audit(auditor.subject("x"), 600)
     assert not found.refuted, found.verdict
-    assert "Temperature 0: 8 of 8 texts are the target's, 0 part" in found.exact[1]
+    assert "Temperature 0: 8 of 8 texts are the target's, 0 differ" in found.exact[1]
     assert "not testable, the server takes no field `speculative`" in found.exact[2]
 
 

@@ -75,7 +75,7 @@ def test_random_numbers_of_ones_own_cannot_be_enumerated() -> None:
     ):
         error, _, (line,) = enumerate_verifier(bind(verify))
         assert error is None
-        assert line.startswith("Not enumerated: it ")
+        assert line.startswith("Not enumerated: the function ")
         assert "draw every random number from `rng`" in line
     with pytest.raises(NotEnumerableError, match="whether a uniform is zero"):
         enumerate_runs(lambda rng: int(bool(rng.random())))
@@ -350,8 +350,8 @@ def test_verifiers_may_be_written_in_many_ways(verify: Any) -> None:
     [
         (lambda rng, n: [float(rng.random()) for _ in range(n)], "into a plain float, as `float("),
         (lambda rng, n: rng.random(n).astype(np.float32), "into a plain float, as `float("),
-        (lambda rng, n: torch.tensor(rng.random(n)), "where its random numbers are intervals (can"),
-        (lambda rng, n: rng.beta(1, 1, n), "it calls `rng.beta`"),
+        (lambda rng, n: torch.tensor(rng.random(n)), "when random numbers are intervals (can"),
+        (lambda rng, n: rng.beta(1, 1, n), "the function calls `rng.beta`"),
         (lambda rng, n: torch.rand(n, dtype=torch.float64), "from elsewhere than `rng`"),
     ],
 )
@@ -482,7 +482,7 @@ def test_outcomes_given_their_group() -> None:
 def test_a_subject_that_draws_nothing_has_a_verdict() -> None:
     """An engine at temperature 0, which has only checks."""
     subject = Subject("x", [], lambda *given: (), lambda: ([], ["All is equal."]))
-    assert audit(subject).verdict.startswith("not refuted: all is as it should be")
+    assert audit(subject).verdict.startswith("not refuted: every check at temperature 0")
     wrong = subject._replace(exact=lambda: (["greedy_differs"], []))
     assert audit(wrong).bug == "greedy_differs"
 

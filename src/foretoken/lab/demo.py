@@ -28,7 +28,7 @@ from foretoken.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from foretoken.llm import LLM
 
-# Underline and bold distinguish the kinds where there is no colour.
+# Underline and bold distinguish the origins of tokens where there is no colour.
 STYLES = {"accepted": "green", "resampled": "yellow underline", "bonus": "cyan bold", "plain": ""}
 MEANING = {
     "accepted": "drafted, and accepted by the target",
@@ -42,7 +42,7 @@ _DRAFTERS = {
     "ngram": "A look-up in the prompt and the generated text",
 }
 TEMPERATURES = (0.0, 0.8)
-FIRST = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")  # easy to read
+FIRST = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")  # shown first: easy to read
 ROUNDS = 5
 BAR_WIDTH = 32
 PROMPT_LINES = 6
@@ -112,8 +112,8 @@ class Demo:
             "target checks them in one pass, and the text is distributed exactly as it would be "
             "without drafts."
         )
-        for kind, meaning in MEANING.items():
-            line = Text("  ").append(kind, STYLES[kind]).append(" " * (11 - len(kind)))
+        for origin, meaning in MEANING.items():
+            line = Text("  ").append(origin, STYLES[origin]).append(" " * (11 - len(origin)))
             self.console.print(line.append(meaning))
 
     def complete(
@@ -136,12 +136,12 @@ class Demo:
                 self._write(detokenizer.text[before:], STYLES[origin])
             done = len(sample.token_ids)
         if output is None:
-            raise RuntimeError("the stream ended before it began")
+            raise RuntimeError("the engine's stream gave no output")
         self.console.print()
         counts = Counter(output.outputs[0].origins)
-        kinds = ", ".join(f"{counts[kind]} {kind}" for kind in STYLES if counts[kind])
+        numbers = ", ".join(f"{counts[origin]} {origin}" for origin in STYLES if counts[origin])
         passes = output.metrics.num_steps
-        self._write(f"{done} tokens in {passes} passes of the target: {kinds}\n", "dim")
+        self._write(f"{done} tokens in {passes} passes of the target: {numbers}\n", "dim")
         return output
 
     def show_acceptance(self, metrics: RequestMetrics) -> None:
@@ -181,7 +181,7 @@ class Demo:
                 f"  temperature {temperature:<4g} plain {_median_and_range(plain_speeds)}"
                 f"   speculative {_median_and_range(speculative_speeds)}   {ratios[-1]:.2f}x"
             )
-        self._say(f"Tokens per second: median of {self.rounds} rounds (least to most).")
+        self._say(f"Tokens per second: median (least to most) of {self.rounds} runs.")
         if min(ratios) < 1.0:
             self._say(
                 "Speculation is slower than plain decoding here: at this acceptance, drafting "
@@ -195,15 +195,15 @@ class Demo:
         return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - start)
 
     def check_losslessness(self, draws: int) -> None:
-        """Audit tokens at T=0, and the tokens' ranks at T=1."""
+        """Audit tokens at T=0, and the ranks of tokens at T=1."""
         self._title("Is it lossless?")
         reference = reference_of(self.llm)
         engine = self.audit(self.llm, SamplingParams(temperature=1.0), reference)
         self._say(engine.greedy()[1])
         subject = engine.subject(self.llm.config.model)._replace(exact=None)
         with self._progress("drawing", draws) as advance:
-            outcome = audit(subject, draws, advance)
-        self._say(f"Temperature 1, each token's rank among the target's: {outcome.verdict}")
+            finding = audit(subject, draws, advance)
+        self._say(f"Temperature 1, ranks of tokens in the target's distribution: {finding.verdict}")
         self._say("More: `foretoken audit`.")
 
     def _title(self, text: str) -> None:
@@ -219,7 +219,7 @@ class Demo:
 
     @contextmanager
     def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """On a terminal, a bar that vanishes when done; yields a function of the number done."""
+        """Show a bar on a terminal; yields a function that takes the amount of work done."""
         columns = (TextColumn("  {task.description}"), BarColumn(), TimeRemainingColumn())
         shown = self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=not shown) as bar:

@@ -19,7 +19,7 @@ COLOURS = (  # distinguishable on white and on near-black
     *("#2f6fde", "#d9822b", "#2a9d6f", "#b04fc4", "#c94a4a", "#8a6d3b"),
     *("#1fa2b8", "#d4a800", "#d76a9d", "#6c757d", "#a9b1b9"),
 )
-INK = "currentColor"  # the colour of references such as plain decoding or a limit
+INK = "currentColor"  # the colour of lines to compare with, such as plain decoding or a limit
 STYLE = """
 svg { color: #1f2328; background: #fff; }
 text { font: 13px system-ui, sans-serif; fill: currentColor; }
@@ -127,12 +127,12 @@ def line_chart(
     points = [point for line in series for point in line.points]
     x_values = axes.x_marks or [p[0] for p in points]
     limit = level[1] if level else 0.0
-    lowest, highest = min(p[2] for p in points), max(limit, *(p[3] for p in points))
-    low, high = min(x_values) if axes.logarithmic or axes.x_marks else 0.0, max(x_values)
-    x_ticks = axes.x_marks or (decades(low, high) if axes.logarithmic else ticks(high))
-    x_ticks = [tick for tick in x_ticks if low <= tick <= high]
-    x_share = _axis_share(low, high, axes.logarithmic or bool(axes.x_marks))
-    y_ticks = decades(lowest, highest) if axes.logarithmic else ticks(highest)
+    y_min, y_max = min(p[2] for p in points), max(limit, *(p[3] for p in points))
+    x_min, x_max = min(x_values) if axes.logarithmic or axes.x_marks else 0.0, max(x_values)
+    x_ticks = axes.x_marks or (decades(x_min, x_max) if axes.logarithmic else ticks(x_max))
+    x_ticks = [tick for tick in x_ticks if x_min <= tick <= x_max]
+    x_share = _axis_share(x_min, x_max, axes.logarithmic or bool(axes.x_marks))
+    y_ticks = decades(y_min, y_max) if axes.logarithmic else ticks(y_max)
     y_share = _axis_share(y_ticks[0], y_ticks[-1], axes.logarithmic)
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     colours = [line.colour or COLOURS[i % len(COLOURS)] for i, line in enumerate(series)]
@@ -176,9 +176,9 @@ def bar_chart(
         note: how to read the chart, below the title.
     """
     bottom = HEIGHT - BOTTOM
-    sizes = [sum(bar.parts.values()) for bar in bars]
-    sizes += [bar.limits[1] for bar in bars if bar.limits]
-    y_ticks = ticks(max(*sizes, *(bar.mark or 0 for bar in bars)))
+    heights = [sum(bar.parts.values()) for bar in bars]
+    heights += [bar.limits[1] for bar in bars if bar.limits]
+    y_ticks = ticks(max(*heights, *(bar.mark or 0 for bar in bars)))
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     width = (WIDTH - RIGHT - LEFT) / len(bars)
     shades = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
@@ -241,7 +241,7 @@ def html_table(
 
 
 def html_contents(lines_of: Mapping[str, Sequence[str]]) -> str:
-    """A section with a link to each section of charts, from (title -> lines of that section)."""
+    """A section with a link to each section of charts and its first line, from title -> lines."""
     items = (
         f'<li><a href="#{_anchor(title)}">{escape(title)}</a>{escape("".join(lines[:1]))}</li>'
         for title, lines in lines_of.items()
@@ -330,19 +330,19 @@ def _legend(colour_of: Mapping[str, str], mark: str, y: int) -> tuple[list[str],
 
 def _groups(groups: Sequence[str], width: float, y: float) -> list[str]:
     """The name of each group of neighbouring bars, centred below the group."""
-    parts, first = [], 0
+    parts, start = [], 0
     for group, members in groupby(groups):
         count = len(list(members))
-        parts.append(_text(LEFT + width * (first + count / 2), y, group, "middle"))
-        first += count
+        parts.append(_text(LEFT + width * (start + count / 2), y, group, "middle"))
+        start += count
     return parts
 
 
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
-    css_class = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{css_class}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str, css_class: str = "") -> str:
+    attribute = f' class="{css_class}"' if css_class else ""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{attribute}>{escape(text)}</text>'
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str = "") -> str:
-    css_class = f' class="{kind}"' if kind else ""
-    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"{css_class}/>'
+def _line(x1: float, y1: float, x2: float, y2: float, css_class: str = "") -> str:
+    attribute = f' class="{css_class}"' if css_class else ""
+    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"{attribute}/>'

@@ -64,11 +64,11 @@ class Reporter:
         self.errors.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
-    def progress(self, total: int, unit: str, first: str = "") -> Iterator[Report]:
+    def progress(self, total: int, unit: str, first_work: str = "") -> Iterator[Report]:
         """Show progress: on a terminal a bar that vanishes, else a line every few seconds.
 
         Yields a function to report progress with. `unit` is the plural name of what `total` counts,
-        `first` the name of the first work.
+        `first_work` the name of the work that comes first.
         """
         is_terminal, printed_at = self.errors.is_terminal, -math.inf
         bar = Progress(
@@ -89,7 +89,7 @@ class Reporter:
             self.note(f"{done:,} of {total:,} {unit} were done.")
 
         with bar:
-            report(0, first)
+            report(0, first_work)
             yield report
 
     def say(self, line: str, style: str = "") -> None:
@@ -137,7 +137,7 @@ def as_text(table: Table) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """CSV with one line per value of each row: case, labels, spread (or a number as median)."""
+    """CSV with one line per value of each row: case, labels, spread; a number is a median."""
     labels = list(dict.fromkeys(name for row in rows for name in row.labels))
     spread = [field.name for field in fields(Spread)]
     text = io.StringIO()

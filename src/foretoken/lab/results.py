@@ -158,7 +158,7 @@ def read(path: Path) -> Results:
 
 def validate(data: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for the first violation of the format in `data`."""
-    _has("results", data, set(Results.__slots__))
+    _check_names("results", data, set(Results.__slots__))
     if data["schema"] != SCHEMA:
         raise ConfigError("schema", data["schema"], f"{SCHEMA}")
     for name, pattern in (
@@ -169,8 +169,8 @@ def validate(data: Mapping[str, Any]) -> None:
     ):
         if not isinstance(data[name], str) or not re.fullmatch(pattern, data[name]):
             raise ConfigError(name, data[name], f"text that matches {pattern}")
-    _has("hardware", data["hardware"], _HARDWARE, optional={"tunings"})  # older files
-    _has("versions", data["versions"], {"python", "torch", "transformers", "foretoken"})
+    _check_names("hardware", data["hardware"], _HARDWARE, optional={"tunings"})  # older files
+    _check_names("versions", data["versions"], {"python", "torch", "transformers", "foretoken"})
     if not data["shapes"]:
         raise ConfigError("shapes", data["shapes"], "given: models, prompts, tokens, options")
     if not data["rows"]:
@@ -179,12 +179,12 @@ def validate(data: Mapping[str, Any]) -> None:
     if len(set(cases)) != len(cases):
         raise ConfigError("rows", cases, "named differently, each by its own `case`")
     for row in data["rows"]:
-        _has("rows", row, {"case", "labels", "values"})
+        _check_names("rows", row, {"case", "labels", "values"})
         for name, value in row["values"].items():
             _check_value(f"{row['case']}.{name}", value)
 
 
-def _has(
+def _check_names(
     field_name: str, data: Mapping[str, Any], names: set[str], optional: Set[str] = frozenset()
 ) -> None:
     """Raise `ConfigError` unless `data` has all fields `names`, and at most `optional` besides."""
@@ -194,7 +194,7 @@ def _has(
 
 def _check_value(field_name: str, value: Any) -> None:
     if isinstance(value, Mapping):
-        _has(field_name, value, set(Spread.__slots__))
+        _check_names(field_name, value, set(Spread.__slots__))
         order = [value[k] for k in ("min", "q1", "median", "q3", "max")]
         if value["repeats"] < 1 or order != sorted(order):
             raise ConfigError(field_name, value, "min <= q1 <= median <= q3 <= max, repeats >= 1")
@@ -204,7 +204,7 @@ def _check_value(field_name: str, value: Any) -> None:
 
 def hardware() -> dict[str, Any]:
     """The properties of this machine that explain figures."""
-    import torch  # not at the top: it takes two seconds, before a command can show a status
+    import torch  # not at the top: this import takes two seconds
 
     from foretoken.ops import get_backend, unavailable
 
@@ -261,7 +261,7 @@ def _cpu_name() -> str:
 
 
 def commit(source: Path = Path(__file__)) -> tuple[str, bool]:
-    """The commit of this code, and whether the code differs from it; ("unknown", False) if none."""
+    """The commit of this code, and whether code differs from it; ("unknown", False) without git."""
 
     def git(*args: str, folder: Path = source.parent) -> str:
         command = ["git", "-C", str(folder), *args]

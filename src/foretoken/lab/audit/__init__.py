@@ -1,4 +1,4 @@
-"""Audits: is a verifier lossless? An audit refutes it and names its bug, or bounds the deviation.
+"""Audits: is a verifier lossless? An audit refutes this and names the bug, or bounds the deviation.
 
 A *subject* is anything that speculates: operators on a backend, a Python callable, a live engine, a
 server. It draws *outcomes* from *sources*, that is, experiments in which the target's distribution

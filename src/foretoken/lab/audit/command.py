@@ -35,8 +35,8 @@ from foretoken.sampling.params import SamplingParams
 
 HEADER = ["", "source", "draws", "TV bound", "G-test p", "accepted", "standard", "best"]
 MEANING = [
-    "The evidence is an average of e-values: above 1/alpha it refutes, however often it is read. "
-    "Checks and several subjects share alpha.",
+    "The evidence is an average of e-values: an average above 1/alpha refutes losslessness, at any "
+    "number of draws. All checks and subjects of an audit share alpha.",
     f"TV bounds of all sources of a subject hold together with {CONFIDENCE:.0%} confidence.",
     "The G-test's p-value does not correct for the choice of when to stop.",
     "accepted, standard, best: mean numbers of drafts that the subject, `standard` and the best "
@@ -61,7 +61,7 @@ def table(findings: Sequence[Finding]) -> Table:
 
 def row(finding: Finding) -> Row:
     """The row of one subject in a results file."""
-    evidence, num = finding.evidence, len(finding.evidence.tallies)
+    evidence, num_sources = finding.evidence, len(finding.evidence.tallies)
     labels: dict[str, Label] = {"verdict": finding.verdict, "refuted": finding.refuted}
     labels |= {"bug": finding.bug, "complete": finding.complete}
     labels["accepts_less"] = evidence.accepts_less is not None
@@ -75,7 +75,7 @@ def row(finding: Finding) -> Row:
         name = tally.source.name
         values[f"{name}_draws"] = tally.draws
         values[f"{name}_tv"] = tally.distance
-        values[f"{name}_tv_bound"] = tally.distance_bound(num)
+        values[f"{name}_tv_bound"] = tally.distance_bound(num_sources)
         values[f"{name}_p_value"] = tally.p_value
         if tally.source.num_drafts:
             values[f"{name}_accepted"] = tally.acceptance[0]
@@ -89,13 +89,13 @@ def results(
 ) -> Results:
     """The findings in the shared schema of results files."""
     verdicts = [f"{f.subject.name}: {f.verdict}" for f in findings]
-    partial = [f"Interrupted: `{f.subject.name}` is partial." for f in findings if not f.complete]
+    partial = [f"The audit of `{f.subject.name}` is partial." for f in findings if not f.complete]
     notes = [*verdicts, *MEANING, *partial]
     return collect(name, command, shapes, [row(f) for f in findings], notes)
 
 
 def sections(findings: Sequence[Finding]) -> list[Section]:
-    """A section per subject: charts of the evidence and of the source that differs most.
+    """A section per subject: charts of the evidence and of the source with the least p-value.
 
     Charts of other sources are folded.
     """
@@ -117,8 +117,8 @@ def _evidence_chart(finding: Finding) -> str:
     lines = [Series("evidence of all sources", [(n, log, log, log) for n, log in path])]
     note = (
         "The height tells how many times likelier the draws are under some bug than under the "
-        "target: 3 is 1,000 times, 0 is once or less. A lossless subject ever comes above the "
-        f"limit in one of {1 / evidence.alpha:,.0f} audits at most."
+        "target: 3 is 1,000 times, 0 is once or less. The line of a lossless subject "
+        f"ever crosses the limit in at most one of {1 / evidence.alpha:,.0f} audits."
     )
     title = f"{finding.subject.name}: evidence against losslessness"
     axes = Axes("draws, of all sources", "log10 of the e-value")
@@ -137,7 +137,7 @@ def _outcome_chart(finding: Finding, tally: Tally) -> str:
     ]
     title = f"{finding.subject.name}: source `{tally.source.name}`"
     note = f"{draws:,} draws. {plot.about}"
-    mark = f"target, and where {CONFIDENCE:.0%} of right shares are"
+    mark = f"target, and the range of {CONFIDENCE:.0%} of lossless subjects"
     return bar_chart(title, "share of the draws", bars, mark=mark, note=note)
 
 
@@ -204,8 +204,8 @@ class AuditScope:
     @property
     def alpha(self) -> float:
         """alpha of one subject: subjects share `options.alpha`, except in the gallery."""
-        num = sum({"operators": len(RULES)}.get(part, 1) for part in self.parts)
-        return self.options.alpha / (1 if self.options.gallery else num)
+        num_subjects = sum({"operators": len(RULES)}.get(part, 1) for part in self.parts)
+        return self.options.alpha / (1 if self.options.gallery else num_subjects)
 
 
 class Command:
@@ -217,7 +217,11 @@ class Command:
         self._num_shown = 0
 
     def run(self, scope: AuditScope) -> int:
-        """Audit each subject and report, also after an exception; returns the exit code."""
+        """Audit each subject and report, also after an exception; returns the exit code.
+
+        Raises:
+            ConfigError: a subject stopped giving outcomes, and no subject is refuted.
+        """
         try:
             for subject in scope.subjects(self._reporter.status):
                 self._audit(subject, scope)
@@ -227,9 +231,9 @@ class Command:
         stopped = [finding.stopped for finding in self.findings if finding.stopped]
         if stopped and not any(finding.refuted for finding in self.findings):
             bound = "a server that answers until the audit ends"
-            remedy = f"It stopped: {stopped[0]}. Read its log, or restart it."
+            remedy = f"The audit ended: {stopped[0]}. Read the server's log, or restart it."
             raise ConfigError("url", scope.options.url, bound, remedy)
-        if scope.options.gallery:  # each bug must be named; lossless members must have none
+        if scope.options.gallery:  # each bug must be named; lossless members must have no bug
             names = [(f.bug, f.subject.name) for f in self.findings]
             return int(any(bug != (None if name in LOSSLESS else name) for bug, name in names))
         if any(finding.refuted for finding in self.findings):
@@ -241,9 +245,9 @@ class Command:
         draws = scope.options.draws or subject.budget
         self.findings.append(finding)
         try:
-            first = "" if subject.exact is None else "checks without draws"
-            with self._reporter.progress(draws, f"draws of `{subject.name}`", first) as report:
-                audit(subject, draws, lambda done: report(done, "" if done else first), finding)
+            checks = "" if subject.exact is None else "checks without draws"
+            with self._reporter.progress(draws, f"draws of `{subject.name}`", checks) as report:
+                audit(subject, draws, lambda done: report(done, "" if done else checks), finding)
         except RequestError:  # the subject's output cannot be audited
             self.findings.pop()
             raise
@@ -262,9 +266,9 @@ class Command:
         values = {name: getattr(options, name) for name in ("draws", "alpha", "seed")}
         shapes = {"of": ", ".join(scope.parts), **values}
         name = stem(options.output, "audit")
-        file = results(self.findings, name, self._reporter.command_line, shapes)
+        record = results(self.findings, name, self._reporter.command_line, shapes)
         for finding in self.findings[self._num_shown :]:
             self._say(finding)
         tables = {"Evidence": table(self.findings)}
         self._reporter.show(tables, [])
-        self._reporter.write(file, options.output, tables, sections(self.findings))
+        self._reporter.write(record, options.output, tables, sections(self.findings))

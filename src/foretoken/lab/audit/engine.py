@@ -1,11 +1,11 @@
 """A live engine compared with the reference's probabilities, token by token.
 
 If the engine is lossless, a token's rank in the reference's distribution is uniform
-(`reference.ranks`), whatever the text before it. (Given that a token ends a round this does not
-hold: it may have replaced a draft.) With a reference of the draft model, q is known, too: then the
-number of accepted drafts and the replacements of rejected drafts have known distributions. At
-temperature 0 each token must be the likeliest, except at numeric ties. `coupled` must give the same
-text without drafts. Every sampling parameter must take effect.
+(`reference.ranks`), whatever the text before. (Ranks of tokens that end a round are not uniform by
+themselves, since some of these tokens replaced drafts.) With a reference of the draft model, q is
+known, too: then the number of accepted drafts and the replacements of rejected drafts have known
+distributions. At temperature 0 each token must be the likeliest, except at numeric ties. `coupled`
+must give the same text without drafts. Every sampling parameter must take effect.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ CHANGES: dict[str, Any] = {
     "logit_bias": {}, "allowed_token_ids": (),  # `_values` fills in token ids
 }  # fmt: skip
 PARAMETERS = {name: {name: value} for name, value in CHANGES.items()}
-RANK = "A token's rank is where it fell in the distribution that the target's module computes there"
+RANK = "A token's rank is its place in the distribution that the target's own module computes"
 UNRELATED = "all pairs are equally frequent if the two numbers are independent."
 WITHIN = "all outcomes with the same first digit are equally frequent."
 
 
 def _plot_of_pairs(about: str) -> PlotText:
     names = [f"{first}{second}" for first in range(SIDE) for second in range(SIDE)]
-    return PlotText("two quarters: of the first, of the second", about, names)
+    return PlotText("quarter of the first number, quarter of the second", about, names)
 
 
 PLOTS = {
     "tokens": PlotText(
         "rank, in sixteenths",
-        f"{RANK}: each sixteenth is equally frequent if tokens are drawn from it.",
+        f"{RANK}: each sixteenth is equally frequent if tokens are drawn from this distribution.",
     ),
     "neighbours": _plot_of_pairs(f"Ranks of a token and the next one. {RANK}: {UNRELATED}"),
     "requests": _plot_of_pairs(f"Ranks of tokens of two requests in one batch: {UNRELATED}"),
@@ -79,7 +79,7 @@ DRAW_SHARE = 0.5  # share of alpha for the draws; the checks of parameters share
 DRAWS = 12_000  # half a minute for the embedded pair on two cores
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 EDITS = {"logit_bias", "allowed_token_ids", *PENALTIES}
-ODDS = 0.01  # weight of the bug `shared_noise` in the null, so that its ratio is at most 1 / ODDS
+NOISE_SHARE = 0.01  # of `shared_noise` in the null, so that that bug's ratio is at most 100
 TINY = 1e-30
 
 
@@ -130,7 +130,7 @@ class EngineAudit:
         self._p: list[torch.Tensor] = []
 
     def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
-        """`count` completions; `first` is the first seed, None: seeds that are not used yet."""
+        """`count` completions with seeds from `first` on; None: from the first unused seed on."""
         start = self._num_requests if first is None else first
         self._num_requests += count * (first is None)
         seeded = [replace(params, seed=(self.seed << 32) + start + i) for i in range(count)]
@@ -145,7 +145,7 @@ class EngineAudit:
         ]
 
     def ranked(self, params: SamplingParams, count: int) -> tuple[list[Text], torch.Tensor]:
-        """New texts, and the ranks of the generated tokens, [texts, LENGTH]."""
+        """New texts, and the ranks of the generated tokens, [texts, LENGTH]; sets `self._p`."""
         texts = self.texts(params, count)
         self._p = self.reference.probabilities(texts, params)
         rows = zip(self._p, texts, strict=True)
@@ -153,7 +153,7 @@ class EngineAudit:
 
     def subject(self, name: str) -> Subject:
         """The audit as a subject; at temperature 0 it has no draws, only checks."""
-        samples = self.params.temperature > 0
+        has_draws = self.params.temperature > 0
         bugs = {} if self.draft is None else {"residual_is_p": FLAT, "shared_noise": FLAT}
         num_drafts, rule = self._drafts_per_outcome()
         null_in_group = np.full(CELLS, 1 / SIDE)
@@ -165,12 +165,12 @@ class EngineAudit:
             Source("uniforms in turn", null_in_group, {}, cluster=LENGTH, groups=SIDE),
             Source("two or three outcomes", FLAT, {}, cluster=LENGTH),
         ]
-        sources = [source._replace(plot=PLOTS[source.name]) for source in sources if samples]
+        sources = [source._replace(plot=PLOTS[source.name]) for source in sources if has_draws]
         subject = Subject(name, sources, self._draw, self.checks, self.batch, DRAWS)
         return subject._replace(draw_share=DRAW_SHARE)
 
     def _draw(self, number: int, trials: int, batch: int) -> tuple[Any, ...]:
-        """Outcomes of a source. Source 0 draws texts, which all sources but the last one use."""
+        """Outcomes of source `number`. Source 0 draws the texts of all sources except the last."""
         if number == 0:
             self._texts, self._ranks = self.ranked(self.params, self.batch)
             return (cells(self._ranks), *self._acceptance())
@@ -183,7 +183,7 @@ class EngineAudit:
         return (cells(self.ranked(replace(self.params, **FEW), self.batch)[1]),)
 
     def _drafts_per_outcome(self) -> tuple[int, str]:
-        """The largest number of accepted drafts per token as `_acceptance` counts, and the rule."""
+        """The most accepted drafts per token as `_acceptance` counts, and the `usual_rule`."""
         speculation = self.llm.config.speculative_config
         if speculation is None:
             return 1, "standard"
@@ -191,7 +191,7 @@ class EngineAudit:
         return (speculation.num_drafts, "block") if rule == "block" else (1, "standard")
 
     def _block_acceptance(self) -> tuple[Any, Any]:
-        """By token: the number of accepted drafts, and their expected number under `block`.
+        """By token: the number of accepted drafts, and the expected number under `block`.
 
         A round is counted at its last token, other tokens have 0. p and q are computed along all
         drafts of a round, including drafts after a rejected draft. If q is neither one-hot nor
@@ -224,6 +224,7 @@ class EngineAudit:
     def _acceptance(self) -> tuple[Any, ...]:
         """By token: number of accepted drafts, expected number, likelihood ratios of two bugs.
 
+        The ratios are left out if `self.draft` is None or the rule is `block`.
         Under the bug `residual_is_p`, a token has probability min(p, q), plus p times the chance
         that a draft is rejected; without the bug its probability is p. The bug `shared_noise`
         affects only tokens in place of sampled drafts.
@@ -232,7 +233,7 @@ class EngineAudit:
             return self._block_acceptance()
         if self.draft is None:
             return accepted(self._texts, self._p)
-        num_accepted, expected, plain_ratios, shared_ratios = [], [], [], []
+        num_accepted, expected, residual_ratios, race_ratios = [], [], [], []
         q = self.draft.probabilities(self._texts, self.params)
         for text, p_RV, q_RV in zip(self._texts, self._p, q, strict=True):
             for p_V, q_V, record in zip(p_RV.numpy(), q_RV.numpy(), text.trace, strict=True):
@@ -243,26 +244,26 @@ class EngineAudit:
                 overlap = np.minimum(p_V, q_V).sum()
                 num_accepted.append(int(is_accepted))
                 expected.append(float(is_accepted) if draft is None else overlap)
-                plain_ratio = shared_ratio = 1.0
+                residual_ratio = race_ratio = 1.0
                 if draft is not None and p_V[token] > 0:
                     chance = min(p_V[token], q_V[token]) + (1 - overlap) * p_V[token]
-                    plain_ratio = chance / p_V[token]
+                    residual_ratio = chance / p_V[token]
                 if draft is not None and not is_accepted and draft.q is not None:
                     residual_V, shared = residual(p_V, q_V), after_the_same_race(p_V, q_V)[token]
                     null = residual_V[token] / residual_V.sum()
-                    shared_ratio = shared / max((1 - ODDS) * null + ODDS * shared, TINY)
-                plain_ratios.append(plain_ratio)
-                shared_ratios.append(shared_ratio)
-        ratios = {"residual_is_p": np.array(plain_ratios), "shared_noise": np.array(shared_ratios)}
+                    race_ratio = shared / max((1 - NOISE_SHARE) * null + NOISE_SHARE * shared, TINY)
+                residual_ratios.append(residual_ratio)
+                race_ratios.append(race_ratio)
+        ratios = {"residual_is_p": np.array(residual_ratios), "shared_noise": np.array(race_ratios)}
         return np.array(num_accepted), np.array(expected), ratios
 
     def _uniforms(self) -> tuple[Any, Any]:
-        """The cells of two kinds of pairs; the second number is a round's first uniform.
+        """The cells of two kinds of pairs; a pair's second number is a round's first uniform.
 
-        The first number is the rank of the token before the round, or the last uniform that was
-        read in the previous round. A round's later uniforms are left out: whether `block` reads
-        them depends on the first. Sources have groups by the first number, which is not uniform
-        given that a round ended there.
+        A pair's first number is the rank of the token before the round, or the last uniform that
+        was read in the previous round. A round's later uniforms are left out: whether `block` reads
+        them depends on the first uniform. Sources group pairs by the first number, which is not
+        uniform: whether a round ends depends on that number.
         """
         after_ranks: list[tuple[float, float]] = []
         in_turn: list[tuple[float, float]] = []
@@ -294,7 +295,7 @@ class EngineAudit:
         return float(torch.finfo(self.llm.engine.runner.model.dtype).eps)
 
     def _coupled(self) -> tuple[str | None, str]:
-        """Check that `coupled` gives the same texts with and without drafts."""
+        """Check that `coupled` gives the same texts without drafts; an eighth may differ."""
         params = replace(self.params, rejection_sample_method="coupled", trace=False)
         if params.temperature == 0:
             params = replace(params, temperature=1.0)
@@ -306,13 +307,13 @@ class EngineAudit:
         return ("replay_differs" if differ > self.batch // 8 else None), line
 
     def _parameters(self) -> tuple[str | None, str]:
-        """Check that each sampling parameter, added to the audited parameters, has an effect.
+        """Check that each of `self.parameters`, added to the audited parameters, has an effect.
 
-        If a parameter acts, exp(-gain) is a supermartingale that starts at 1: with n parameters it
-        *ever* exceeds n/alpha with probability at most alpha/n.
+        If a parameter acts, exp(-gain) is a supermartingale that starts at 1: with n parameters
+        this *ever* exceeds n/alpha with probability at most alpha/n.
         """
         limit = math.log(len(self.parameters) / ((1 - DRAW_SHARE) * self.alpha))
-        names_of: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "cannot tell here": []}
+        names_of: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "remain unclear": []}
         params = replace(self.params, temperature=self.params.temperature or 1.0)
         for name, change in self.parameters.items():
             changed, gain = replace(params, **self._values(name, change)), 0.0
@@ -340,7 +341,7 @@ class EngineAudit:
     ) -> float:
         """Log-likelihood of all tokens under `params`, minus their log-likelihood under `without`.
 
-        Each of the two distributions f and g is mixed with a share m = `MIXED` of the other: a
+        Each of these two distributions, f and g, is mixed with a share m = `MIXED` of the other: a
         token at the edge of a filter, which rounding may move, contributes at most log(1/m). The
         ratio ((1 - m) g + m f) / ((1 - m) f + m g) is concave in g/f, and 1 where g/f = 1. By
         Jensen's inequality its mean under f is at most 1.
@@ -421,7 +422,7 @@ def one_hot(ids: Sequence[int], vocabulary: int) -> Any:
 
 
 def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
-    """For each round of `block`: the indices of its first and last token, and its drafts.
+    """For each round of `block` with drafts: indices of its first and last token, and its drafts.
 
     The drafts end before the first placeholder.
     """
@@ -435,10 +436,10 @@ def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
 
 
 def accepted(texts: Sequence[Text], p: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-    """By token: whether it is an accepted draft (0 or 1), and the chance of that under `standard`.
+    """By token: 1 for an accepted draft, else 0; and the chance of 1 under `standard`.
 
     The chance of a one-hot draft is its probability under p [R, V]. If only the engine knows q, the
-    chance is the engine's threshold. Where `standard` decided no draft, it is the observed 0 or 1.
+    chance is the engine's threshold. Where `standard` decided no draft, the chance is that 1 or 0.
     """
     observed, chance = [], []
     for text, p_RV in zip(texts, p, strict=True):
@@ -464,12 +465,12 @@ def reference_of(llm: LLM) -> Reference:
     has_plain_head = not isinstance(network, ModuleNetwork) and (
         isinstance(head := network.stack.head.weight, Dense) and not head.rounds
     )
-    config, rounds = llm.config, rounds_inputs(llm)
-    return Reference(config.model, config.revision, round_inputs=rounds, plain_head=has_plain_head)
+    model, revision, round_inputs = llm.config.model, llm.config.revision, rounds_inputs(llm)
+    return Reference(model, revision, round_inputs=round_inputs, plain_head=has_plain_head)
 
 
 def draft_reference(llm: LLM, reference: Reference) -> Reference | None:
-    """A reference of the draft model; None without one, or if its vocabulary differs."""
+    """A reference of the draft model; None without a draft model, or if vocabularies differ."""
     speculation = llm.config.speculative_config
     drafter = speculation and speculation.members.get(str(speculation.method))
     if drafter is None or drafter.method != "draft_model":

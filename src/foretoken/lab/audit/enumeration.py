@@ -39,7 +39,7 @@ class Interval:
         self.run, self.low, self.high = run, 0, 1
 
     def below(self, threshold: Any) -> bool:
-        """Whether the number is below a threshold; if both are possible, the run forks."""
+        """Whether the number is below a threshold; if both answers are possible, the run forks."""
         if not threshold - self.low > MIN_WIDTH:
             return False
         if not self.high - threshold > MIN_WIDTH:
@@ -65,27 +65,27 @@ class Uniform:
     ) -> None:
         self.interval, self.inverse, self.rises = interval, inverse, rises
 
-    def _is(self, above: bool, threshold: Any) -> bool:
-        """Whether the value is above a threshold, or below it (`above` is False); may fork."""
+    def _is_past(self, above: bool, threshold: Any) -> bool:
+        """Whether the value is above (or below, if not `above`) a threshold; the run may fork."""
         if threshold is self:  # `np.searchsorted` compares a uniform with itself
             return False
         if isinstance(threshold, Uniform):
-            raise NotEnumerableError("it compares or combines two random numbers")
+            raise NotEnumerableError("the function compares or combines two random numbers")
         if threshold != threshold:  # nan
             return False
         limit = threshold if self.inverse is None else self.inverse(threshold)
         return self.interval.below(limit) == (self.rises != above)
 
     def _compare(self, above: bool, other: Any) -> Any:
-        """Compare with a number, array or tensor; the result's type is that of a float's result."""
+        """Compare with a number, array or tensor; returns the type that a float would return."""
         if isinstance(other, torch.Tensor):
-            truths = [self._is(above, x) for x in other.flatten().tolist()]
+            truths = [self._is_past(above, x) for x in other.flatten().tolist()]
             return torch.tensor(truths, dtype=torch.bool).reshape(other.shape)
         if isinstance(other, np.ndarray):
             return NotImplemented  # numpy compares each element
         if isinstance(other, np.generic):
-            return np.bool_(self._is(above, other.item()))  # `~` of a bool is an int
-        return self._is(above, other)
+            return np.bool_(self._is_past(above, other.item()))  # not a bool, since `~True` is -2
+        return self._is_past(above, other)
 
     def __lt__(self, other: Any) -> Any:
         return self._compare(False, other)
@@ -100,21 +100,21 @@ class Uniform:
         return True if other is self else self._compare(True, other)
 
     def _combine(self, other: Any, change: Callable[[Any], Any]) -> Any:
-        """Apply `change` to a number, or to each number of a tensor; numpy does so with arrays."""
+        """Apply `change` to a number or to each number of a tensor; numpy loops over arrays."""
         if isinstance(other, torch.Tensor) and other.ndim:
             values = np.array([change(x) for x in other.flatten().tolist()], dtype=object)
             return values.reshape(other.shape)
         if isinstance(other, np.ndarray):
             return NotImplemented
         if isinstance(other, Uniform):
-            raise NotEnumerableError("it compares or combines two random numbers")
+            raise NotEnumerableError("the function compares or combines two random numbers")
         return change(other.item() if isinstance(other, (np.generic, torch.Tensor)) else other)
 
     def _apply(self, inverse: Callable[[Any], Any], rises: bool = True) -> Uniform:
         """A monotone function of this value, given by the inverse of that function."""
-        first = self.inverse
-        both = inverse if first is None else lambda value: first(inverse(value))
-        return Uniform(self.interval, both, self.rises == rises)
+        inner = self.inverse
+        combined = inverse if inner is None else lambda value: inner(inverse(value))
+        return Uniform(self.interval, combined, self.rises == rises)
 
     def __add__(self, other: Any) -> Any:
         return self._combine(other, lambda b: self._apply(lambda value: value - b))
@@ -153,19 +153,19 @@ class Uniform:
     def __int__(self) -> int:
         """The number rounded down: the run forks for each possible integer."""
         if self < 0:
-            raise NotEnumerableError("it rounds a negative random number to an integer")
+            raise NotEnumerableError("the function rounds a negative random number to an integer")
         for whole in range(MAX_INTEGERS):
             if self < whole + 1:
                 return whole
-        raise NotEnumerableError(f"it makes integers above {MAX_INTEGERS} of a random number")
+        raise NotEnumerableError(f"the function makes integers above {MAX_INTEGERS} of a uniform")
 
     __floor__ = __trunc__ = floor = __int__
 
     def __float__(self) -> float:
-        raise NotEnumerableError("it turns a random number into a plain float, as `float(u)` does")
+        raise NotEnumerableError("the function turns a uniform into a plain float, as `float(u)`")
 
     def __bool__(self) -> bool:
-        raise NotEnumerableError("it asks whether a uniform is zero")
+        raise NotEnumerableError("the function asks whether a uniform is zero")
 
 
 class SymbolicRandom:
@@ -177,7 +177,7 @@ class SymbolicRandom:
     def __init__(self, branches: list[int]) -> None:
         self.branches = branches  # becomes all branches that the run takes
         self.weight: Any = 1  # the probability of the branches taken
-        self.unexplored = list[list[int]]()  # `branches` of runs that differ at some fork
+        self.unexplored = list[list[int]]()  # `branches` of runs that take another branch at a fork
         self._num_forks = 0
 
     def fork(self, weights: Sequence[Any]) -> int:
@@ -188,7 +188,7 @@ class SymbolicRandom:
             self.branches = [*self.branches, possible[0]]
         branch = self.branches[self._num_forks]
         if branch >= len(weights) or not weights[branch] > 0:
-            raise NotEnumerableError("it draws random numbers from elsewhere than `rng`")
+            raise NotEnumerableError("the function draws random numbers from elsewhere than `rng`")
         self._num_forks += 1
         self.weight = self.weight * weights[branch]
         return branch
@@ -213,7 +213,7 @@ class SymbolicRandom:
 
     def choice(self, a: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
         if size is not None and not replace:
-            raise NotEnumerableError("it draws several without replacement by `rng.choice`")
+            raise NotEnumerableError("the function calls `rng.choice` without replacement")
         options = np.arange(a) if np.ndim(a) == 0 else np.asarray(a)
         weights = [1] * len(options) if p is None else list(np.asarray(p).tolist())
         chances = [weight / sum(weights) for weight in weights]
@@ -221,7 +221,7 @@ class SymbolicRandom:
 
     def multinomial(self, n: int, pvals: Any, size: Any = None) -> Any:
         if size is not None:
-            raise NotEnumerableError("it gives `rng.multinomial` a size")
+            raise NotEnumerableError("the function gives `rng.multinomial` a size")
         drawn = self.choice(len(pvals), n, p=pvals)
         return np.bincount(drawn, minlength=len(pvals))
 
@@ -231,7 +231,7 @@ class SymbolicRandom:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # looked up by Python and numpy themselves
             raise AttributeError(name)
-        raise NotEnumerableError(f"it calls `rng.{name}`")
+        raise NotEnumerableError(f"the function calls `rng.{name}`")
 
 
 def _array(draw: Callable[[], Any], size: Any, dtype: Any) -> Any:
@@ -254,8 +254,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
     """The probability of each outcome of `function(rng)`, by enumeration.
 
-    A function that draws random numbers from elsewhere is detected: the first runs are made twice,
-    and every run repeats the beginning of an earlier run. With such numbers some runs differ.
+    The first runs are made twice, and every run repeats the beginning of an earlier run: with
+    random numbers from elsewhere than `rng` some of these repetitions differ.
 
     Raises:
         NotEnumerableError: the distribution cannot be enumerated; the message says why.
@@ -272,17 +272,17 @@ def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
             )
         except NotEnumerableError:
             raise
-        except Exception as error:  # arithmetic, or a library's own conversion
-            own = next((e for e in _causes(error) if isinstance(e, NotEnumerableError)), None)
-            if own is not None:
-                raise own from error
+        except Exception as error:  # in arithmetic, or in a library's conversion
+            cause = next((e for e in _causes(error) if isinstance(e, NotEnumerableError)), None)
+            if cause is not None:
+                raise cause from error
             first_line = str([*_causes(error)][-1]).partition("\n")[0]
-            message = f"it fails where its random numbers are intervals ({first_line})"
+            message = f"the function fails when random numbers are intervals ({first_line})"
             raise NotEnumerableError(message) from error
         if not is_same:
-            raise NotEnumerableError("it draws random numbers from elsewhere than `rng`")
+            raise NotEnumerableError("the function draws random numbers from elsewhere than `rng`")
         if runs > MAX_RUNS:
-            raise NotEnumerableError(f"it takes {runs} runs and more")
+            raise NotEnumerableError(f"the function takes more than {MAX_RUNS} runs")
         distribution[outcome] = distribution.get(outcome, 0) + first.weight
         todo += first.unexplored
     return distribution

@@ -43,7 +43,7 @@ class PlotText(NamedTuple):
 
     axis: str = "number of the outcome"  # what the names of outcomes mean
     about: str = ""  # what an outcome is, and where the target's share of it comes from
-    names: Sequence[str] = ()  # names of the outcomes in order; (): their indices
+    names: Sequence[str] = ()  # names of the outcomes in order; (): the indices of outcomes
 
 
 class Source(NamedTuple):
@@ -58,7 +58,7 @@ class Source(NamedTuple):
     num_drafts: int = 0  # number of drafts of a round; 0: acceptance is unknown
     # Mean number of drafts per round that the best lossless rule accepts.
     most_accepted: float = 0.0
-    usual_accepted: float = 0.0  # mean number that `usual_rule` accepts; 0: `Tally.best`
+    usual_accepted: float = 0.0  # mean number that `usual_rule` accepts; 0: as the best rule
     cluster: int = 1  # number of outcomes that may depend on each other, such as tokens of one text
     delta: float = 0.0  # total variation from `null` that other arithmetic may cause without a bug
     usual_rule: str = "standard"
@@ -103,17 +103,17 @@ class Tally:
         spread = np.sqrt(grouped * null * (1 - null)).ravel() / max(self.draws, 1)
         return NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * spread + self.source.delta
 
-    def distance_bound(self, sources: int) -> float:
+    def distance_bound(self, num_sources: int) -> float:
         """Upper bound of the true total variation, for a number of draws that was fixed beforehand.
 
-        With probability `CONFIDENCE` the bounds of all `sources` sources hold. `distance` is convex
-        in the counts, so that its mean is not below the true value. It falls short of its mean by
-        e with probability at most exp(-2 n e^2) for n independent draws (McDiarmid).
+        With probability `CONFIDENCE` the bounds of `num_sources` sources hold together. The mean of
+        `distance` is not below the true value, since `distance` is convex in the counts. `distance`
+        is e below this mean with probability <= exp(-2 n e^2) for n independent draws (McDiarmid).
         """
         if self.draws == 0:
             return 1.0
         independent = self.draws / self.source.cluster
-        slack = math.sqrt(math.log(sources / (1 - CONFIDENCE)) / (2 * independent))
+        slack = math.sqrt(math.log(num_sources / (1 - CONFIDENCE)) / (2 * independent))
         return min(1.0, self.distance + slack)
 
     @property
@@ -130,11 +130,11 @@ class Tally:
 
     @property
     def allowance(self) -> float:
-        """The largest log-likelihood ratio to `null` of any distribution within `delta` of it.
+        """The largest log-likelihood ratio to `null` of the distributions within `delta` of `null`.
 
         The best distribution is higher than `null` where share / null is above some level, and
-        lower where it is below another level: there share / probability is equal to the level. Both
-        changes are `delta` in total. In a `closed` source the last cell does not become likelier.
+        lower where that ratio is below another level: there share / probability equals the level.
+        Each change sums to `delta`. In a `closed` source the last cell does not become likelier.
         """
         delta, null = self.source.delta, np.maximum(self.source.null, TINY)
         if delta == 0 or self.draws == 0:
@@ -186,14 +186,14 @@ class Evidence:
         self._bugs = list(dict.fromkeys(bug for source in self.sources for bug in source.bugs))
         self._ratios = [self._ratios_of(source) for source in self.sources]
         # The (name, weight) of each e-value, in the order of `_logs`.
-        bets = [(bug, WEIGHTS["bugs"] / len(self._bugs)) for bug in self._bugs]
-        num = len(self.sources) * len(CONCENTRATIONS)
-        bets += [(UNKNOWN, WEIGHTS[UNKNOWN] / max(num, 1))] * num
-        bets += [(TOO_MUCH, WEIGHTS[TOO_MUCH] / len(STAKES))] * len(STAKES)
-        self._names = [name for name, _ in bets]
-        weights = np.array([weight for _, weight in bets])
+        weighted = [(bug, WEIGHTS["bugs"] / len(self._bugs)) for bug in self._bugs]
+        num_mixtures = len(self.sources) * len(CONCENTRATIONS)
+        weighted += [(UNKNOWN, WEIGHTS[UNKNOWN] / max(num_mixtures, 1))] * num_mixtures
+        weighted += [(TOO_MUCH, WEIGHTS[TOO_MUCH] / len(STAKES))] * len(STAKES)
+        self._names = [name for name, _ in weighted]
+        weights = np.array([weight for _, weight in weighted])
         self._log_weights = np.log(weights / weights.sum())
-        self._logs = np.zeros(len(bets))
+        self._logs = np.zeros(len(weighted))
 
     def _ratios_of(self, source: Source) -> Any:
         """Log-likelihood ratios of each bug to `null`, [bugs, cells]."""
@@ -209,8 +209,8 @@ class Evidence:
     ) -> None:
         """Consume outcomes of the source at index `number`.
 
-        If several sources read one text, only the product of all its factors has mean 1: the
-        average is compared with 1/alpha after the last source.
+        If several sources read one text, only the product of all factors of the text has mean 1:
+        the average is compared with 1/alpha after the last source.
 
         Args:
             cells: the cell of each outcome.
@@ -224,15 +224,15 @@ class Evidence:
         steps[: len(self._bugs)] = self._ratios[number][:, cells]
         for bug, ratio in (ratios or {}).items():
             steps[self._bugs.index(bug)] += np.log(BUG_WEIGHT * ratio + 1 - BUG_WEIGHT)
-        first = len(self._bugs) + number * len(CONCENTRATIONS)
-        steps[first : first + len(CONCENTRATIONS)] = self._mixtures(tally, cells)
+        start = len(self._bugs) + number * len(CONCENTRATIONS)
+        steps[start : start + len(CONCENTRATIONS)] = self._mixtures(tally, cells)
         if accepted is not None and source.num_drafts:
             optimum = np.full(len(cells), source.most_accepted) if optimum is None else optimum
             gain = (accepted - optimum) / source.num_drafts
             tally.best += float(optimum.sum())
             steps[-len(STAKES) :] = np.log1p(np.array(STAKES)[:, None] * gain)
             tally.accepted += int(accepted.sum())
-        # Columns: before these outcomes, then after each of them, when `after` is the draws.
+        # Columns: before these outcomes, then after each outcome; `after` is the number of draws.
         logs = np.column_stack([self._logs, steps]).cumsum(axis=1)
         self._logs, after = logs[:, -1], np.arange(len(cells) + 1) + self.draws
         tally.counts += np.bincount(cells, minlength=len(source.null))
@@ -268,15 +268,15 @@ class Evidence:
         gains = [tally.allowance for tally in self.tallies]
         logs = self._logs.copy()
         logs[: len(self._bugs)] -= sum(gains)
-        first = len(self._bugs)
+        start = len(self._bugs)
         for gain in gains:
-            logs[first : first + len(CONCENTRATIONS)] -= gain
-            first += len(CONCENTRATIONS)
+            logs[start : start + len(CONCENTRATIONS)] -= gain
+            start += len(CONCENTRATIONS)
         return logs
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each bug in the average, without `TOO_MUCH` if another bug is above 1."""
+        """The share of each bug in the average, without `TOO_MUCH` if another summand exceeds 1."""
         logs: dict[str, float] = {}
         for name, log in zip(self._names, self._logs + self._log_weights, strict=True):
             logs[name] = np.logaddexp(logs.get(name, -math.inf), log)
@@ -291,7 +291,7 @@ class Evidence:
     def name(self) -> str | None:
         """The bug with a share of at least `NAMING_SHARE` in the average, or None.
 
-        An unknown bug is `TOO_MUCH` if a bet on acceptance has the highest e-value, else `UNKNOWN`.
+        An unknown bug is `TOO_MUCH` if a bet on acceptance outweighs every mixture, else `UNKNOWN`.
         """
         best, share = max(self.shares.items(), key=lambda item: item[1])
         if share < NAMING_SHARE:
@@ -306,7 +306,7 @@ class Evidence:
 
     @property
     def accepts_less(self) -> Tally | None:
-        """The first tally with significantly fewer accepted drafts than usual, or None."""
+        """The first tally with significantly fewer accepted drafts than `usual`, or None."""
         for tally in self.tallies:
             mean, half_width, _ = tally.acceptance
             if tally.source.num_drafts and mean + half_width < tally.usual:

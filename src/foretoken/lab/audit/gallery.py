@@ -70,8 +70,8 @@ def standard(
     for i, x in enumerate(drafts[:end]):
         if not steps.below(tests[i], steps.chance(p[i], q[i], x)):
             return [*drafts[:i], pick(steps.replace(p[i], q[i], x), draws[i])]
-    last = steps.bonus(p[end], q[-1]) if end == len(drafts) else p[end]
-    return [*drafts[:end], pick(steps.replace(last, 0 * last, -1), draws[-1])]
+    weights = steps.bonus(p[end], q[-1]) if end == len(drafts) else p[end]
+    return [*drafts[:end], pick(steps.replace(weights, 0 * weights, -1), draws[-1])]
 
 
 def thresholds(p: Any, q: Any, drafts: Tokens, flaw: str = "") -> tuple[list[Any], list[Any]]:
@@ -112,8 +112,7 @@ def block(
 def mean_accepted_by_block(p: Any, q: Any, drafts: Tokens) -> float:
     """The mean number of these drafts that `block` accepts, over all uniforms.
 
-    On average over drafts from q, no lossless rule that keeps the target for later rounds accepts
-    more.
+    Over drafts from q, no lossless rule with unchanged later rounds accepts more on average.
     """
     chance_to_fail = 1 - np.array(thresholds(p, q, drafts)[0], dtype=float)
     return float((1 - chance_to_fail[::-1].cumprod()).sum())
@@ -125,8 +124,8 @@ def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
     It is P(argmin E_v / r_v | argmin E_v / q_v = x), for a race of exponential times E_v. Given
     that x wins the race of q with time m ~ Exp(1), other tokens have E_v = m q_v + a new Exp(1).
     Let c_v = q_v / r_v, and s the winning time in units of m. The integral over m is P(y) = r_y *
-    integral over s > c_y of (1 + sum_v r_v (s - c_v)^+)^-2. It does not depend on x, and is
-    elementary between one c_v and the next.
+    integral over s > c_y of (1 + sum_v r_v (s - c_v)^+)^-2. This integral does not depend
+    on x, and is elementary between one c_v and the next.
     """
     weights = residual(p, q)
     r = weights / sum(weights)
@@ -161,7 +160,7 @@ def filtered_after_test(
 
 
 def with_24_bits(u: Any) -> tuple[Any, Any]:
-    """Uniforms rounded to float32, in [2^-24, 1 - 2^-24]; those of an enumeration stay exact."""
+    """Uniforms rounded to float32, in [2^-24, 1 - 2^-24]; uniforms of an enumeration stay exact."""
     if all(isinstance(x, float) for x in u):
         u = [min(max(float(np.float32(x)), 2.0**-24), 1 - 2.0**-24) for x in u]
     return separate_uniforms(u)
@@ -219,11 +218,11 @@ BUGS = (
     Bug("reused_uniform", "the uniform that rejects a draft also draws its replacement",
         _standard(split=lambda u: (u[:-1], u))),
     Bug("reused_across_rounds",
-        "the uniform that rejects a draft also tests the first one of the next round",
+        "the uniform that rejects a draft also tests the next round's first draft",
         ReusedAcrossRounds),
-    Bug("own_token_truncation", "a draft ends where its own token is unlikely",
+    Bug("own_token_truncation", "the drafts of a round end before a token that q finds unlikely",
         _standard(drops=lambda q, x: q[x] < LOW_Q)),
-    Bug("placeholders", "sampled drafts become placeholders for what they are",
+    Bug("placeholders", "sampled drafts of some tokens become placeholders",
         _standard(drops=lambda q, x: x == len(q) - 1)),  # here the last token
     Bug("nucleus_after_test", "drafts are tested before top-k and top-p are applied",
         partial(filtered_after_test, late={"top_k": 0})),
@@ -233,7 +232,7 @@ BUGS = (
         _standard(replace=_replace_from_p)),
     Bug("bonus_from_draft", "the token after the last draft is drawn from q, not from p",
         _standard(bonus=lambda p, q: q)),
-    # A lossy rule, which is meant to be so:
+    # A rule that is lossy by design:
     Bug("lossy_threshold", "drafts are accepted whenever the target finds them likely",
         _standard(chance=lambda p, q, x: p[x] > 0.15, replace=_replace_from_p)),
     Bug("accept_at_zero", "u = 0 accepts a draft of probability 0",

@@ -46,7 +46,7 @@ class Reference:
     Args:
         round_inputs: whether linear layers round their inputs to eight bits, which is part of the
             definition of a model with quantised weights.
-        plain_head: whether the output layer, does not round its inputs in any case.
+        plain_head: whether the output layer's inputs are not rounded, even with `round_inputs`.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `load_plain`.
@@ -73,7 +73,7 @@ class Reference:
     def logits(self, texts: Sequence[Text]) -> list[Tensor]:
         """The raw logits from which each text's generated tokens are drawn, float32 [R, V]."""
         rows: list[Tensor] = []
-        torch.set_num_threads(self._threads)  # an engine sets its own for each step
+        torch.set_num_threads(self._threads)  # an engine sets its own number for each step
         for start in range(0, len(texts), _BATCH):
             part = texts[start : start + _BATCH]
             ids = [[*text.prompt, *text.output][:-1] for text in part]
@@ -150,8 +150,8 @@ def edited(logits_RV: Tensor, text: Text, params: SamplingParams) -> Tensor:
         seen = sorted({*text.prompt, *counts})
         values = row_V[seen]
         row_V[seen] = torch.where(values > 0, values / repetition, values * repetition)
-        for other, count in counts.items():
-            row_V[other] -= presence + frequency * count
+        for earlier, count in counts.items():
+            row_V[earlier] -= presence + frequency * count
         counts[token] += 1
     return logits_RV
 

@@ -5,7 +5,7 @@ all. Another engine's arithmetic differs without any bug. So the audit allows fo
 noise on each logit; its standard deviation is `SPARE` times the effect of bfloat16 on this target
 (`Reference.rounding`). The audit chooses prompts for which no token is so near the edge of a
 nucleus that noise could move it across. Texts outside the nuclei may have a share of `OTHER`. The
-distance `delta` that is allowed inside covers 99 % of `NOISES` random noises.
+distance `delta` that is allowed inside the nuclei covers 99 % of `NOISES` random noises.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ LEAK = 0.05  # share of other texts under the bug "nucleus_leaks"
 # leaves out rounding inside of modules; float16 moves them an eighth of that.
 SPARE = 2.0
 NOISES = 1000
-EDGE = 3.0  # standard deviations of noise that a choice of prompts withstands
+EDGE = 3.0  # standard deviations of noise that do not change the nuclei of a chosen prompt
 OTHER = 1e-3  # share of a correct server's texts that may be outside the nuclei
-# Fields without effect, sent because a server's defaults or generation_config may have others.
+# Fields without effect, sent because a server's defaults or generation_config may differ.
 NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 TEXTS_PER_REQUEST = 32
 MAX_FAILURES, MAX_SILENCE = 5, 60.0  # failures in a row, or seconds, that end the audit
@@ -74,7 +74,7 @@ class Client:
         """`count` texts after a prompt; [] if the request fails.
 
         Raises:
-            StoppedError: the server has stopped, or too many requests failed in a row.
+            StoppedError: the server stopped, or failed `MAX_FAILURES` times or for `MAX_SILENCE`.
         """
         body = {"model": self.server.model, "prompt": prompt, "n": count, **self.neutral, **fields}
         try:
@@ -105,7 +105,7 @@ class Client:
 
 
 class ChosenPrompt(NamedTuple):
-    """A prompt as text and as tokens, its sampling parameters, and the cell of each text."""
+    """A prompt as text and as tokens, with its parameters, the cell of each text, its source."""
 
     prompt: str
     ids: list[int]
@@ -114,13 +114,13 @@ class ChosenPrompt(NamedTuple):
     source: Source
 
 
-def _plot_text(prompt: str, params: SamplingParams, num: int) -> PlotText:
+def _plot_text(prompt: str, params: SamplingParams, num_texts: int) -> PlotText:
     about = (
         f"Texts of {LENGTH} tokens after …{prompt[-24:]!r} at temperature {params.temperature:g}, "
         f"top_p {params.top_p:g}. The target's share of each text is computed from its checkpoint; "
         "the range allows for other arithmetic, too."
     )
-    return PlotText("number of the text", about, [*map(str, range(1, num + 1)), "others"])
+    return PlotText("number of the text", about, [*map(str, range(1, num_texts + 1)), "others"])
 
 
 class ServerAudit:
@@ -149,8 +149,8 @@ class ServerAudit:
         self._known_logits.clear()
         if not candidates:
             bound = (
-                f"a model with prompts of at most {MAX_TEXTS} likely texts of {LENGTH} tokens, "
-                "none of them near the edge of top_p or with a stop token"
+                f"a model for which some prompt has at most {MAX_TEXTS} texts of {LENGTH} tokens, "
+                "without stop tokens and without tokens near the edge of top_p"
             )
             raise ConfigError("model", self.client.server.model, bound, "Audit an engine instead.")
         chosen = []
@@ -182,9 +182,9 @@ class ServerAudit:
     def _most_even(
         self, temperature: float, factor: float, nuclei: Sequence[float]
     ) -> list[Candidate]:
-        """The `PROMPTS` candidates with the least probability of the likeliest text.
+        """The candidates of `PROMPTS` prompts with the least probability of the likeliest text.
 
-        The search ends early if enough candidates have at most `EVEN`.
+        The search ends early if this probability is at most `EVEN` for enough prompts.
         """
 
         def likeliest(candidate: Candidate) -> float:
@@ -210,7 +210,7 @@ class ServerAudit:
     def _distributions(
         self, numbers: Sequence[int], params: SamplingParams
     ) -> list[Distribution | None]:
-        """The distribution of texts after each prompt; None: too many texts, or near an edge."""
+        """Distributions of texts after prompts; None: too many texts, a stop token, a near edge."""
         ignoring = [replace(params, **change) for change in IGNORED.values()]
         random = np.random.default_rng(0)
         live: dict[int, dict[Path, Any]] = {
@@ -243,7 +243,7 @@ class ServerAudit:
         return [self._known_logits[key].double() for key in keys]
 
     def _distribution(self, ids: list[int], paths: dict[Path, Any]) -> Distribution | None:
-        """The distribution of texts, from that of paths; None if a path has a stop token."""
+        """The distribution of texts, from that of paths; None: no path, or a stop token."""
         distribution: Distribution = {}
         for path, chance in paths.items():
             if set(self.reference.stop_ids) & set(path):
@@ -284,8 +284,8 @@ class ServerAudit:
     def _greedy(self) -> tuple[str | None, str]:
         """Check that texts at temperature 0 are the target's.
 
-        The tokens of an encoded text may differ from the generated tokens. So if these tokens look
-        wrong, the text is compared with the reference's text.
+        The tokens of an encoded text may differ from the generated tokens. So if the encoded tokens
+        look wrong, the text is compared with the reference's text.
         """
         params, gaps = SamplingParams(temperature=0.0), list[float]()
         fields = {"max_tokens": GREEDY_TOKENS, "temperature": 0.0}
@@ -299,13 +299,13 @@ class ServerAudit:
         ties = sum(gap > 0 for gap in gaps) - bugs
         equal = len(gaps) - ties - bugs
         line = (
-            f"Temperature 0: {equal} of {len(gaps)} texts are the target's, {ties} part at a "
+            f"Temperature 0: {equal} of {len(gaps)} texts are the target's, {ties} differ at a "
             f"numeric tie (logits within {self.max_shift:.2f}), {bugs} elsewhere: bugs."
         )
         return ("greedy_differs" if bugs else None), line
 
     def _first_gap(self, ids: list[int], text: str) -> float | None:
-        """The gap of the two best logits where a text first differs from the target's, or None."""
+        """The gap of the two best logits where a text leaves the target's text; None: nowhere."""
         output = list[int]()
         for _ in range(GREEDY_TOKENS):
             (logits,) = self.reference.logits([Text(ids, [*output, 0])])
@@ -319,10 +319,10 @@ class ServerAudit:
         return None
 
     def _replay(self) -> tuple[str | None, str]:
-        """Check that `coupled` emits the same texts with and without drafts, for equal seeds."""
+        """Check that `coupled` emits the same texts without drafts, by seed; one may differ."""
         if not self.client.server.speculates:
             why = "the server takes no field `speculative`, or drafts nothing"
-            return None, f"By seed again without drafts: not testable, {why}."
+            return None, f"`coupled` by seed, again without drafts: not testable, {why}."
         fields = {"max_tokens": GREEDY_TOKENS, "temperature": 1.0}
         equal = 0
         for number, ids in enumerate(self.prompts[:GREEDY_PROMPTS]):

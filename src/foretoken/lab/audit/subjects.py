@@ -47,7 +47,7 @@ class VerifierInputs(NamedTuple):
 
 
 class ToyOutcomes(NamedTuple):
-    """A verifier on a toy: P(outcome) [cells], and the mean of accepted drafts in a first round."""
+    """P(outcome) of a verifier on a toy, [cells], and the mean of drafts that round 1 accepts."""
 
     probabilities: Any
     mean_accepted: float
@@ -194,7 +194,7 @@ TOYS = (
     Toy("heated", 16, 1, 1, seed=4, spread=0.7, filters={"temperature": 0.6}),
 )
 # Toys that are only enumerated, for one round: some verifiers are correct only for few tokens. With
-# few ids of drafts this takes 2,000 runs.
+# few ids of drafts the enumeration takes 2,000 runs.
 _TOY_64, _TOY_16 = Toy("wide", 64, 2, 1, seed=5), Toy("wide pairs", 16, 3, 2, seed=6)
 WIDE = (replace(_TOY_64, draft_ids=16), replace(_TOY_16, draft_ids=4))
 
@@ -219,7 +219,7 @@ sample has an instance, which is called for all rounds of the sample.
 
 Draw = Callable[[int, int, int], tuple[Any, ...]]
 """(index of the source, number of outcomes, index of the batch) -> arguments of `Evidence.add`
-without its first one, the index of the source."""
+after `number`."""
 
 Checks = tuple[list[str], list[str]]
 """Bugs found without draws, and a line for each check."""
@@ -278,7 +278,7 @@ class BoundVerifier(NamedTuple):
         """The tokens that the verifier emits in one round.
 
         Raises:
-            RequestError: the verifier raised an error, or no round could emit these tokens.
+            RequestError: the verifier raised an error, or returned what no round could emit.
         """
         options: dict[str, Any] = {}
         if self.takes_uniforms:
@@ -295,8 +295,8 @@ class BoundVerifier(NamedTuple):
         except Exception as error:
             file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
             remedy = (
-                f"With {len(inputs.drafts)} drafts of {toy.vocabulary} tokens it raised {error!r} "
-                f"in {Path(file).name}, line {line}."
+                f"With {len(inputs.drafts)} drafts of {toy.vocabulary} tokens the function raised "
+                f"{error!r} in {Path(file).name}, line {line}."
             )
             bound = "a function (p, q, drafts, rng) that returns token ids"
             raise RequestError("callable", self.name, bound, remedy) from error
@@ -304,8 +304,8 @@ class BoundVerifier(NamedTuple):
             tokens = tuple(operator.index(token) for token in returned)
         except TypeError:
             raise RequestError(f"{self.name}()", returned, "a sequence of token ids") from None
-        num = len(tokens) - 1
-        if not 0 <= num <= len(inputs.drafts) or list(tokens[:num]) != list(inputs.drafts[:num]):
+        k = len(tokens) - 1  # number of accepted drafts
+        if not 0 <= k <= len(inputs.drafts) or list(tokens[:k]) != list(inputs.drafts[:k]):
             bound = f"a prefix of the drafts {inputs.drafts} (maybe empty), then one more token"
             raise RequestError(f"{self.name}()", tokens, bound)
         if not 0 <= tokens[-1] < toy.vocabulary:
@@ -408,7 +408,7 @@ def backend_subject(
 ) -> Subject:
     """The audit of a backend's `draft` and `verify`, on toys with thousands of slots per call.
 
-    For `standard`, half of `alpha` is for a count of tokens from a far tail, half for the draws.
+    Only `standard` has checks of u's ends and of a far tail, which get half of `alpha`.
     `mutate` changes the drafter.
     """
 
@@ -429,7 +429,7 @@ def backend_subject(
         if poisson(*tail_counts(sampler(backend), device, 1024, TAIL_DRAWS)) < alpha / 2:
             broken.append("float32_tail")
         result = ", ".join(broken) or "both ends are right"
-        return broken, [f"u at both ends, and a tail in {TAIL_DRAWS:,} draws of 1,024: {result}."]
+        return broken, [f"u at both ends, {TAIL_DRAWS:,} draws from 1,024 tokens: {result}."]
 
     subject = Subject(name, toy_sources(), draw, batch=4000, of_tokens=up_to(TOYS))
     return subject._replace(exact=check_ends, draw_share=0.5) if rule is Rule.STANDARD else subject

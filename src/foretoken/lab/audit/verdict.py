@@ -25,9 +25,9 @@ from foretoken.lab.audit.subjects import (
 )
 
 ROUNDING = 1e-6  # bound of the rounding error of an enumerated probability: 1e-7 in float32
-NEAR = 0.25  # distance of a bug from the subject at which it is named, per distance of p
+NEAR = 0.25  # a bug is named if its distance from the subject is below this share of p's
 INCONCLUSIVE = "inconclusive"
-DRAWS_TO_NAME = 4  # factor: draws until a bug is named, at most, per draw until the refutation
+MAX_GROWTH = 4  # factor by which a batch may raise the number of draws after the refutation
 FLAWS = {bug.key: bug.flaw for bug in BUGS} | {
     TOO_MUCH: "more drafts are accepted than any lossless rule could",
     UNKNOWN: "something is wrong that no bug of the gallery explains",
@@ -54,7 +54,7 @@ class Finding:
     exact: list[str] = field(default_factory=list)  # lines about checks without draws
     broken: list[str] = field(default_factory=list)  # bugs that checks found
     notes: list[str] = field(default_factory=list)  # further lines from the subject
-    complete: bool = False  # False if the audit was interrupted
+    complete: bool = False  # False if the audit was interrupted or the subject stopped
     stopped: str | None = None  # the reason why the subject stopped giving outcomes, or None
 
     @property
@@ -68,7 +68,7 @@ class Finding:
 
     @property
     def bug(self) -> str | None:
-        """The key of the bug, `UNKNOWN` if the gallery lacks it; None if nothing is refuted."""
+        """The key of the bug, `UNKNOWN` if the gallery lacks it; None if not refuted."""
         if not self.refuted:
             return None
         if self.enumerated_wrong:
@@ -78,7 +78,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """One line: the evidence of a refutation, or the deviation that the draws exclude."""
+        """One line: how the subject was refuted, what draws exclude, or why draws tell nothing."""
         evidence = self.evidence
         interrupted = "" if self.complete else " INTERRUPTED: partial."
         if self.refuted:
@@ -90,12 +90,12 @@ class Finding:
                 how = f"after {evidence.refuted_at:,} draws (e-value 10^{evidence.log10_e:.1f})"
             return f"REFUTED {how}: {FLAWS[self.bug or UNKNOWN]}.{interrupted}"
         if not evidence.tallies and self.complete:
-            return "not refuted: all is as it should be at temperature 0, where nothing is drawn."
+            return "not refuted: every check at temperature 0 passed; nothing is drawn there."
         if evidence.draws == 0:
             return f"{INCONCLUSIVE}: nothing was drawn.{interrupted}"
         with_drafts = [tally for tally in evidence.tallies if tally.source.num_drafts]
         if with_drafts and not any(tally.accepted for tally in with_drafts):
-            return f"{INCONCLUSIVE}: no draft was accepted, so nothing was at stake.{interrupted}"
+            return f"{INCONCLUSIVE}: no draft was accepted, so no rule was tested.{interrupted}"
         num = len(evidence.tallies)
         bound = max(tally.distance_bound(num) for tally in evidence.tallies)
         cells = max(len(tally.counts) for tally in evidence.tallies)
@@ -119,7 +119,7 @@ def audit(
     report: Report = lambda done: None,
     finding: Finding | None = None,
 ) -> Finding:
-    """Audit a subject: checks without draws, then draws until it is refuted or the budget ends.
+    """Audit a subject: check without draws, then draw until a bug has a name or the budget ends.
 
     Args:
         draws: total number of outcomes; None: the subject's own budget.
@@ -148,25 +148,25 @@ def audit(
 
 
 def _draw_until_sure(finding: Finding, budget: int, report: Report) -> None:
-    """Draw `budget` outcomes; stop when the subject is refuted and its bug has a name."""
+    """Draw at most `budget` outcomes, until the subject is refuted and its bug has a name."""
     evidence, subject, batch, limit = finding.evidence, finding.subject, 0, budget
     while evidence.draws < limit:
-        share = -(-(limit - evidence.draws) // len(subject.sources))
+        per_source = -(-(limit - evidence.draws) // len(subject.sources))
         for number in range(len(subject.sources)):
-            evidence.add(number, *subject.draw(number, min(subject.batch, share), batch))
+            evidence.add(number, *subject.draw(number, min(subject.batch, per_source), batch))
             report(evidence.draws)
         batch += 1
         if evidence.refuted_at is not None:
             if evidence.name is not None or finding.same_as is not None:
                 break
-            limit = min(budget, DRAWS_TO_NAME * max(evidence.draws, evidence.refuted_at))
+            limit = min(budget, MAX_GROWTH * max(evidence.draws, evidence.refuted_at))
 
 
 def enumerate_verifier(verify: BoundVerifier) -> tuple[float | None, str | None, list[str]]:
     """Enumerate a verifier on all toys; a wrong verifier is not enumerated on `WIDE` toys.
 
     Returns:
-        `error`, `same_as` and `exact` of a `Finding`.
+        `error`, `same_as` and `exact` of a `Finding`; the first two are None if not enumerable.
     """
     distributions, errors = [], dict[int, float]()
     try:
@@ -181,13 +181,13 @@ def enumerate_verifier(verify: BoundVerifier) -> tuple[float | None, str | None,
     except NotEnumerableError as error:
         return None, None, [f"Not enumerated: {error}. {REMEDY}."]
     worst = max(errors.values())
-    wrong = ", ".join(str(size) for size, error in sorted(errors.items()) if error > ROUNDING)
-    state = f"DIFFERS from p by {worst:.3g} with {wrong}" if wrong else f"equals p to {worst:.1g}"
+    wrong_sizes = ", ".join(str(size) for size, error in sorted(errors.items()) if error > ROUNDING)
+    state = f"each probability equals p to {worst:.1g}"
+    if wrong_sizes:
+        state = f"a probability DIFFERS from p by {worst:.3g} with {wrong_sizes} tokens"
     sizes = ", ".join(map(str, sorted(errors)))
-    line = (
-        f"Enumerated with {sizes} tokens, every draft and every uniform: each probability {state}"
-    )
-    bug = nearest_bug(distributions) if wrong else None
+    line = f"Enumerated with {sizes} tokens, every draft and every uniform: {state}"
+    bug = nearest_bug(distributions) if wrong_sizes else None
     return worst, bug, [f"{line} (rounding explains {ROUNDING:g})."]
 
 
@@ -206,7 +206,7 @@ def nearest_bug(distributions: Sequence[Any]) -> str | None:
 
 
 def check_end_uniforms(verify: BoundVerifier) -> tuple[list[str], list[str]]:
-    """Bugs that show only with uniforms at the ends of their range, and lines about them.
+    """Bugs that show only with uniforms at the ends of their range, and a line about this check.
 
     u = 0 must not accept a draft of probability 0, and a token of probability 2^-27 must be drawn
     at one of the ends.

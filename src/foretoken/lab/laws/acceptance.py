@@ -43,8 +43,8 @@ from foretoken.ops import (
 from foretoken.sampling.synthetic import rates_of
 
 RATIO_RULES = (Rule.STANDARD, Rule.BLOCK)  # lossless rules that compare u with ratios of p and q
-# Keys, found by trying all, with which the first 32-bit word of acceptance noise (position 0, draft
-# 0) is 0 or 2^32 - 1. The uniform is then 2^-33 or, clamped, 1 - 2^-24; FP64: within 2^-32 of 0, 1.
+# Keys with which the first 32-bit word of acceptance noise (position 0, draft 0) is 0 or 2^32 - 1,
+# found by trying all. u is then 2^-33 or, clamped, 1 - 2^-24; in FP64 within 2^-32 of 0 or of 1.
 LOWEST_U, HIGHEST_U = 2059081754, 2564521510
 
 
@@ -68,7 +68,7 @@ def accepted_moments(
     if rule is Rule.STANDARD:
         reached_PK = torch.stack(ratios, dim=1).clamp(max=1.0).cumprod(dim=1)
     else:
-        weight_P, failure = torch.ones_like(chance_P), []
+        weight_P, failures = torch.ones_like(chance_P), []
         for i, ratio_P in enumerate(ratios, 1):
             weight_P = (weight_P * ratio_P).clamp(max=1.0)
             h_P = weight_P  # for the last draft
@@ -76,19 +76,19 @@ def accepted_moments(
                 weighted_PV = weight_P[:, None] * p_CV[context_P[i]]
                 mass_P = (weighted_PV - q_CV[context_P[i]]).clamp(min=0).sum(dim=1)
                 h_P = (mass_P / (mass_P + 1 - weight_P)).nan_to_num(nan=1.0)
-            failure.append(1 - h_P)
+            failures.append(1 - h_P)
         # tau < i only if u_j >= h_j for all j >= i.
-        reached_PK = 1 - torch.stack(failure, dim=1).flip(1).cumprod(dim=1).flip(1)
+        reached_PK = 1 - torch.stack(failures, dim=1).flip(1).cumprod(dim=1).flip(1)
     index_K = torch.arange(1, num_drafts + 1, dtype=torch.float64)
     mean = float((chance_P[:, None] * reached_PK).sum())
-    second = float((chance_P[:, None] * reached_PK * (2 * index_K - 1)).sum())
-    return mean, second - mean**2
+    mean_square = float((chance_P[:, None] * reached_PK * (2 * index_K - 1)).sum())
+    return mean, mean_square - mean**2
 
 
 def mean_accepted(
     backend: Backend, device: torch.device, trials: int = TRIALS, num_drafts: int = 3
 ) -> list[Finding]:
-    """The mean number of accepted drafts per round is exact: real and one-hot q, any noise."""
+    """Rounds accept as many drafts on average as theory says, with any kind of q and noise."""
     target, draft = random_chain(5, 2, 0.7)
     device_target, device_draft = target.to(device), draft.to(device)
     best_C = target.logits_CV.argmax(dim=1)
@@ -132,7 +132,7 @@ def one_round(
     draft_setting: how drafts are drawn; None: with `setting`
     """
     device = target_V.device
-    accepts, firsts = [], []
+    accept_counts, first_tokens = [], []
     for batch_index, num in batches(trials, device, 12 * max(len(target_V), len(draft_V))):
         seed = 7_000_021 + batch_index
         params = setting.params(num, seed, device)
@@ -146,9 +146,9 @@ def one_round(
         rows_NV = target_V.expand(2 * num, -1).contiguous()
         batch = VerifyBatch(rows_NV, params, slot_B, zero_B, drafts)
         verdict = backend.verify(batch._replace(**setting.options(device)))
-        accepts.append(verdict.n_accept_B)
-        firsts.append(verdict.token_BK1[:, 0])
-    return torch.cat(accepts), torch.cat(firsts)
+        accept_counts.append(verdict.n_accept_B)
+        first_tokens.append(verdict.token_BK1[:, 0])
+    return torch.cat(accept_counts), torch.cat(first_tokens)
 
 
 def first_token_finding(case: str, token_B: Tensor, next_V: Tensor) -> Finding:
@@ -166,13 +166,13 @@ def overlap(backend: Backend, device: torch.device, trials: int = TRIALS) -> lis
         expected = float(torch.minimum(target_V.softmax(0), draft_V.softmax(0)).sum())
         error = math.sqrt(expected * (1 - expected) / trials)
         setting = Setting(rule=rule, fp64_noise=seed >= 2)
-        n_accept, first = one_round(
+        n_accept, token_B = one_round(
             backend, target_V.to(device), draft_V.to(device), setting, trials
         )
         name = f"overlap-{rule.name.lower()}-{'fp64' if seed >= 2 else 'fp32'}"
         share = float(n_accept.double().mean())
         findings.append(z_finding(name, share, expected, error, trials))
-        findings.append(first_token_finding(name, first, target_V.softmax(0)))
+        findings.append(first_token_finding(name, token_B, target_V.softmax(0)))
     return findings
 
 
@@ -195,9 +195,10 @@ def always_and_never(backend: Backend, device: torch.device, trials: int = TRIAL
             setting = Setting(temperature, rule=rule)
             n_accept, _ = one_round(backend, equal_V, equal_V, setting, trials // 4)
             findings.append(share_finding(f"draft=target-{name}-T{temperature:g}", n_accept, 1.0))
-        n_accept, first = one_round(backend, target_V, draft_V, Setting(rule=rule), trials)
-        findings.append(share_finding(f"disjoint-{name}", n_accept, 0.0))
-        findings.append(first_token_finding(f"disjoint-{name}", first, target_V.cpu().softmax(0)))
+        n_accept, token_B = one_round(backend, target_V, draft_V, Setting(rule=rule), trials)
+        case, next_V = f"disjoint-{name}", target_V.cpu().softmax(0)
+        findings.append(share_finding(case, n_accept, 0.0))
+        findings.append(first_token_finding(case, token_B, next_V))
     return findings
 
 
@@ -212,12 +213,12 @@ def outside_the_nucleus(
     variants: list[dict[str, Any]] = [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.3}]
     for rule, filters in itertools.product(RATIO_RULES, variants):
         setting = Setting(rule=rule, **filters)
-        n_accept, first = one_round(
+        n_accept, token_B = one_round(
             backend, device_V, -device_V / 2, setting, trials, Setting(rule=rule)
         )
         name = f"nucleus-{rule.name.lower()}-{next(iter(filters))}"
         findings.append(
-            first_token_finding(name, first, setting.next_token(Chain(target_V[None]))[0])
+            first_token_finding(name, token_B, setting.next_token(Chain(target_V[None]))[0])
         )
         share = float(n_accept.double().mean())
         findings.append(Finding(name, "accepted", share, 0.01, 0.99, trials))
@@ -225,7 +226,7 @@ def outside_the_nucleus(
 
 
 def ends_of_u(backend: Backend, device: torch.device) -> list[Finding]:
-    """With u at either end of its range, p = 0 is never accepted and p = q always."""
+    """With u at both ends of its range, a draft with p = 0 is never accepted, with p = q always."""
     draft = 5
     draft_V = torch.linspace(0.0, 3.0, 8, device=device)
     banned_V = torch.zeros(8, device=device)
@@ -254,7 +255,7 @@ def ends_of_u(backend: Backend, device: torch.device) -> list[Finding]:
 
 SYNTHETIC_TRIALS = 40_960
 RATE_ERROR = 0.01  # four standard errors of a rate of 0.5
-RATES = (0.9, 0.6, 1.0, 0.0)  # of each draft index, given that the drafts before it are accepted
+RATES = (0.9, 0.6, 1.0, 0.0)  # of each draft index, given that earlier drafts are accepted
 MEANS = tuple(i / 10 for i in range(11))
 DRAFTS = (1, 2, 3, 5, 10)
 
@@ -301,14 +302,14 @@ def cut_by_slot(propose: Propose) -> Propose:
 def rate_findings(
     case: str, observed: Sequence[float], offered: Sequence[int], rates: Sequence[float]
 ) -> list[Finding]:
-    """By draft index: the error of the observed rate must be below `RATE_ERROR`.
+    """By draft index: the error of the share of accepted drafts must be below `RATE_ERROR`.
 
-    The expected rate is the product of the conditional `rates` up to that index.
+    The expected share is the product of the conditional `rates` up to that index.
     """
     expected = accumulate(rates, mul)
     return [
-        Finding(f"{case}-{i}", "rate_error", abs(share - rate), -1e-9, RATE_ERROR, num)
-        for i, (share, rate, num) in enumerate(zip(observed, expected, offered, strict=True))
+        Finding(f"{case}-{i}", "rate_error", abs(share - goal), -1e-9, RATE_ERROR, num)
+        for i, (share, goal, num) in enumerate(zip(observed, expected, offered, strict=True))
     ]
 
 
@@ -332,7 +333,7 @@ def mean_rates(
     means: Sequence[float] = MEANS,
     drafts: Sequence[int] = DRAFTS,
 ) -> list[Finding]:
-    """With `rates_of` a configured mean rate, the mean share of accepted drafts is that rate."""
+    """The share of accepted drafts is the configured `synthetic_acceptance_rate`."""
     findings = []
     for num_drafts, mean in itertools.product(drafts, means):
         config = SpeculativeConfig(
@@ -362,7 +363,7 @@ def greedy_rejections(
     verdict = backend.verify(batch._replace(**setting.options(device)))
     unused_BK1 = torch.arange(3, device=device) > verdict.n_accept_B[:, None]
     wrong_BK1 = verdict.token_BK1 != best_BK1.masked_fill(unused_BK1, -1)
-    wrong = int(wrong_BK1.any(dim=1).sum())
+    num_wrong = int(wrong_BK1.any(dim=1).sum())
     observed = [float((verdict.n_accept_B > i).double().mean()) for i in range(2)]
     findings = rate_findings("synthetic-greedy", observed, [trials] * 2, rates)
-    return [none_finding("synthetic-greedy-tokens", "wrong", wrong, trials), *findings]
+    return [none_finding("synthetic-greedy-tokens", "wrong", num_wrong, trials), *findings]

@@ -222,7 +222,7 @@ def window(next_CV: Tensor, start: int, width: int) -> Tensor:
 
 TRIALS = 200_000
 SLOTS = {"cpu": 25_000, "cuda": 50_000}  # upper bound of the slots of one call
-BYTES = {"cpu": 2**28, "cuda": 2**33}  # of logits that one call reads, approximately
+BYTES = {"cpu": 2**28, "cuda": 2**33}  # upper bound of the bytes of logits that one call reads
 CELLS = 5000  # upper bound of the number of outcomes of a window of tokens
 
 Propose = Callable[[Tensor, Tensor, Tensor], DraftBlock]
@@ -314,7 +314,7 @@ def emit(
     max_rounds, cumulative_CV = length, None  # a round emits at least one token
     if rounds is not None:
         max_rounds, cumulative_CV = rounds, setting.next_token(target).cumsum(dim=1).to(device)
-    done = []
+    slot_batches = []
     for number, num_slots in batches(trials, device):
         params = setting.params(num_slots, 1_000_003 * seed + number, device)
         batch = _SlotBatch(backend, target, setting, params, make_propose(params), length, number)
@@ -322,9 +322,9 @@ def emit(
             batch.round(emission)
         if cumulative_CV is not None:
             batch.complete(cumulative_CV)
-        done.append(batch)
-    emission.token_SL = torch.cat([batch.token_SL for batch in done])
-    emission.first_accepted_S = torch.cat([batch.first_accepted_S for batch in done])
+        slot_batches.append(batch)
+    emission.token_SL = torch.cat([batch.token_SL for batch in slot_batches])
+    emission.first_accepted_S = torch.cat([batch.first_accepted_S for batch in slot_batches])
     return emission
 
 
@@ -346,18 +346,18 @@ class _SlotBatch:
         self.edits = self.setting.edits_of(self.target, device)
         self.options = self.setting.options(device)
         self.token_SL = torch.full((num_slots, self.length), -1, device=device)
-        self.done_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.first_accepted_S = torch.zeros_like(self.done_S)
+        self.num_tokens_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.first_accepted_S = torch.zeros_like(self.num_tokens_S)
 
     def round(self, emission: Emission) -> None:
         """Draft and verify once in every slot that lacks tokens; count the drafts in `emission`."""
-        slot_B = torch.nonzero(self.done_S < self.length).flatten()
+        slot_B = torch.nonzero(self.num_tokens_S < self.length).flatten()
         if len(slot_B) == 0:
             return
         device = slot_B.device
         # Random order: the order of requests in a batch should differ from the order of slots.
         slot_B = slot_B[torch.randperm(len(slot_B), generator=self.random, device=device)]
-        prefix_BL, position_B = self.token_SL[slot_B], self.done_S[slot_B]
+        prefix_BL, position_B = self.token_SL[slot_B], self.num_tokens_S[slot_B]
         drafts = self.propose(prefix_BL, slot_B, position_B)
         width = drafts.token_BK.shape[1]
         wide_BL = torch.cat([prefix_BL, prefix_BL.new_zeros(len(slot_B), width + 1)], dim=1)
@@ -371,17 +371,17 @@ class _SlotBatch:
         batch = VerifyBatch(logits_NV, self.params, slot_B, position_B, drafts, edits)
         verdict = self.backend.verify(batch._replace(**self.options))
         if not bool(verdict.finite_B.all()):
-            raise NonFiniteLogitsError("`verify` reports rows that are not finite: there are none")
+            raise NonFiniteLogitsError("`verify` reports non-finite logits, but all are finite")
         emission.count(drafts.num_B, verdict.n_accept_B, width)
         wide_BL.scatter_(1, index_BK1, verdict.token_BK1)
         self.first_accepted_S[slot_B] += torch.where(position_B == 0, verdict.n_accept_B, 0)
         self.token_SL[slot_B] = wide_BL[:, : self.length]
-        self.done_S[slot_B] = (position_B + verdict.n_accept_B + 1).clamp(max=self.length)
+        self.num_tokens_S[slot_B] = (position_B + verdict.n_accept_B + 1).clamp(max=self.length)
 
     def complete(self, cumulative_CV: Tensor) -> None:
         """Draw all missing tokens from cumulative sums of P(token | context)."""
         for i in range(self.length):
-            slot_B = torch.nonzero(self.done_S <= i).flatten()
+            slot_B = torch.nonzero(self.num_tokens_S <= i).flatten()
             context_B = self.target.context(self.token_SL[slot_B], torch.full_like(slot_B, i))
             u_B = torch.empty(len(slot_B), 1, dtype=torch.float64, device=slot_B.device)
             u_B.uniform_(generator=self.random)

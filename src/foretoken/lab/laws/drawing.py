@@ -37,7 +37,7 @@ from foretoken.ops import (
 )
 
 VOCABULARIES = (1, 999, 1024, 1025, 4097, 8193, 151_936)
-CELLS = 64  # of tokens that are counted together
+CELLS = 64  # number of groups of tokens that are counted together
 
 Draw = Callable[[Tensor, int, int], Tensor]
 """(logits_V, number of draws, index of the batch, which seeds the draws) -> token ids."""
@@ -86,7 +86,7 @@ def _fit_cells(counts_V: Tensor, next_V: Tensor, cell_V: Tensor) -> float:
 def vocabulary_law(
     backend: Backend, device: torch.device, vocabulary: int, trials: int, rules: Rules = RULES
 ) -> list[Finding]:
-    """The first token after one verified draft has the target's distribution; all ids are valid.
+    """A round's first token has the target's distribution, and a valid id; each round has a draft.
 
     Kernels draw noise by blocks of ids. Cells of neighbouring ids test whether blocks differ; cells
     of ids that are equal modulo the number of cells test the noise within a block.
@@ -97,12 +97,12 @@ def vocabulary_law(
     id_V = torch.arange(vocabulary)
     findings = []
     for rule in rules:
-        _, first = one_round(backend, logits_V, -logits_V, Setting(rule=rule), trials)
+        _, token_B = one_round(backend, logits_V, -logits_V, Setting(rule=rule), trials)
         name = f"vocabulary{vocabulary}-{rule.name.lower()}"
-        outside = int(((first < 0) | (first >= vocabulary)).sum())
+        outside = int(((token_B < 0) | (token_B >= vocabulary)).sum())
         findings.append(none_finding(name, "ids_out_of_range", outside, trials))
         if not outside:
-            counts_V = torch.bincount(first.cpu(), minlength=vocabulary)
+            counts_V = torch.bincount(token_B.cpu(), minlength=vocabulary)
             for kind, cell_V in (("blocks", id_V * cells // vocabulary), ("tokens", id_V % cells)):
                 p = _fit_cells(counts_V, next_V, cell_V)
                 findings.append(p_finding(f"{name}-{kind}", p, trials))
@@ -139,8 +139,8 @@ def ties(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[F
         name = f"ties-{'-'.join(filters)}"
         next_CV = setting.next_token(target)
         kept_C = (next_CV > 0).sum(dim=1)
-        extra = float((kept_C > filters["top_k"]).double().mean()) if "top_k" in filters else 1.0
-        findings.append(Finding(name, "rows_with_ties", extra, 0.05, 1.01, len(kept_C)))
+        share = float((kept_C > filters["top_k"]).double().mean()) if "top_k" in filters else 1.0
+        findings.append(Finding(name, "rows_with_ties", share, 0.05, 1.01, len(kept_C)))
         make_propose = partial(TableDrafter, backend, draft.to(device), num_drafts=1)
         emission = emit(backend, target.to(device), make_propose, setting, trials=trials, seed=4)
         findings.append(p_finding(name, joint_p_value(emission.token_SL, next_CV), trials))
@@ -166,11 +166,11 @@ def near_uniform(
     expected = float((1 - missed_V).sum())
     # The variance of the number of distinct tokens, with the tokens' covariance (Weiss 1958).
     variance = float((missed_V * (1 - missed_V)).sum() - draws * (next_V * missed_V).sum() ** 2)
-    error, drawn = math.sqrt(max(variance, 1.0)), int((counts_V > 0).sum())
-    cell_V = torch.arange(vocabulary) // max(1, 8 * vocabulary // draws)  # 8 draws or more each
+    error, distinct = math.sqrt(max(variance, 1.0)), int((counts_V > 0).sum())
+    cell_V = torch.arange(vocabulary) // max(1, 8 * vocabulary // draws)  # 8+ draws per cell
     case = f"{case}-V{vocabulary}"
     distribution = p_finding(case, _fit_cells(counts_V, next_V, cell_V), draws)
-    return [distribution, z_finding(f"{case}-coverage", drawn, expected, error, draws)]
+    return [distribution, z_finding(f"{case}-coverage", distinct, expected, error, draws)]
 
 
 def tail_counts(draw: Draw, device: torch.device, vocabulary: int, draws: int) -> tuple[int, float]:
@@ -201,8 +201,8 @@ def far_rows(
 ) -> list[Finding]:
     """The last requests of a huge batch get the same tokens as in a batch of their own.
 
-    Logits and cached draft logits then have indices beyond 2^31: each has 2.4e9 elements with
-    15 500 rows (5 per request), or 4 000 slots of 4 drafts, of a vocabulary of 151 936.
+    Logits and cached draft logits then have indices beyond 2^31: 15 500 rows (5 per request) or
+    4 133 slots of 4 drafts, with a vocabulary of 151 936, have over 2.3e9 elements.
     """
     drafts, slots, last = 4, requests * 4 // 3, 16
     generator = torch.Generator(device).manual_seed(3)
@@ -226,11 +226,11 @@ def far_rows(
     num_B = torch.full_like(slot_B, drafts)
 
     def verify_and_sample(
-        rows_NV: Tensor, slots_B: Tensor, slot_params: SlotParams, q: DraftCache
+        rows_NV: Tensor, slots_B: Tensor, slot_params: SlotParams, q_cache: DraftCache
     ) -> tuple[Tensor, Tensor]:
         """The verified tokens of the last len(slots_B) requests, and a token sampled per row."""
         num, zero_B = len(slots_B), torch.zeros_like(slots_B)
-        block = DraftBlock(token_BK[-num:], num_B[-num:], q, torch.ones_like(slots_B).bool())
+        block = DraftBlock(token_BK[-num:], num_B[-num:], q_cache, torch.ones_like(slots_B).bool())
         verdict = backend.verify(VerifyBatch(rows_NV, slot_params, slots_B, zero_B, block))
         slot_N = slots_B.repeat_interleave(drafts + 1)
         zero_N = torch.zeros_like(slot_N)

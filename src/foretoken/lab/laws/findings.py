@@ -37,8 +37,8 @@ def poisson(count: int, mean: float) -> float:
 def goodness_of_fit(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
     """Pearson's test of counts against known probabilities.
 
-    Cells with an expected count below 5 are pooled; p = 1 if that leaves one cell. A count in a
-    cell with probability 0 gives p = 0.
+    Cells with an expected count below 5 are pooled; p = 1 if one cell remains. A count in a cell
+    with probability 0 gives p = 0.
     """
     return _test(counts, probabilities, lambda n, expected: (n - expected) ** 2 / expected)
 

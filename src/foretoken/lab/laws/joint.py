@@ -53,7 +53,7 @@ class Case:
     dtype: torch.dtype = torch.float32  # dtype of the draft logits
     temperature: float = 1.0
     rounds: int | None = 1  # number of rounds, as in `emit`; None: until all tokens are emitted
-    draft_vocabulary: int | None = None  # size of the vocabulary; None: like the target's
+    draft_vocabulary: int | None = None  # size of the draft's vocabulary; None: the target's
 
     @property
     def name(self) -> str:
@@ -138,9 +138,9 @@ def check_case(
 def accepted_bounds(case: Case, trials: int) -> tuple[float, float]:
     """Bounds of the share of first drafts that are accepted.
 
-    A looked-up token is accepted as often as the target draws it, within 5 standard errors. Some
-    sampled drafts must be accepted and some rejected: otherwise the joint distribution would show
-    only one of the two branches.
+    In one round a looked-up token is accepted as often as the target draws it, within 5 standard
+    errors. In all other cases some drafts must be accepted and some rejected: otherwise the joint
+    distribution would show only one of the two branches.
     """
     if case.q != "lookup" or case.rounds is None:
         return 0.005, 0.95
@@ -214,7 +214,7 @@ def several_rounds(
 ) -> list[Finding]:
     """Tokens of several rounds have the target's joint distribution.
 
-    This fails if a round reuses uniforms of positions that the round before it inspected but did
+    This fails if a round reuses uniforms of positions that the previous round inspected but did
     not commit. `mutate` changes the drafter.
     """
     target, draft = random_chain(FEW_TOKENS, 4, 0.5)

@@ -1,4 +1,4 @@
-"""Ways to break losslessness by replacing one thing, on any backend; a law must reject each.
+"""Ways to break losslessness by one replacement, on any backend; a law must reject each mutant.
 
 A mutant changes the proposals of a drafter, the functions of a backend, or a rule in
 `ops/rules.py`. `mutants` and `rule_mutants` list the case in which a law must reject each mutant.
@@ -35,7 +35,7 @@ from foretoken.ops import (
     rules,
 )
 
-TRIALS = 20_000  # enough to reject all mutants except two at p < 1e-100
+TRIALS = 20_000  # with these, p < 1e-100 for all mutants except two
 TRIALS_OF_SUBTLE = 200_000  # for mutants that differ only after several accepted drafts
 READ_RULES = ("torch",)  # backends that take their rules from `ops/rules.py`
 
@@ -138,12 +138,12 @@ def mask_drops_drafts(batch: VerifyBatch) -> VerifyBatch:
     edits, drafts = batch.edits, batch.drafts
     if edits is None or edits.mask_N is None or edits.mask_RW is None:
         return batch
-    mask_RW, token_BK = edits.mask_RW, drafts.token_BK.clamp(min=0)
-    index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
+    mask_RW, id_BK = edits.mask_RW, drafts.token_BK.clamp(min=0)
+    index_K = torch.arange(id_BK.shape[1], device=id_BK.device)
     row_BK = (first_row(drafts)[:, None] + index_K).clamp(max=len(batch.logits_NV) - 1)
-    word_BK = (token_BK // 32).clamp(max=mask_RW.shape[1] - 1)
-    word_BK = mask_RW[edits.mask_N[row_BK], word_BK].long()
-    forbidden_BK = (word_BK >> (token_BK % 32)) & 1 == 0
+    column_BK = (id_BK // 32).clamp(max=mask_RW.shape[1] - 1)
+    word_BK = mask_RW[edits.mask_N[row_BK], column_BK].long()
+    forbidden_BK = (word_BK >> (id_BK % 32)) & 1 == 0
     token_BK = drafts.token_BK.masked_fill(forbidden_BK, -1)
     return batch._replace(drafts=replace(drafts, token_BK=token_BK))
 
@@ -185,7 +185,7 @@ def residual_mutant(weights: Weights) -> Callable[[Backend], Backend]:
 
 
 def _redraw(backend: Backend, batch: VerifyBatch, verdict: Verdict, weights: Weights) -> Verdict:
-    """Draw the tokens in place of rejected drafts again, from `weights` and with equal noise."""
+    """Draw the tokens in place of rejected drafts again, from `weights` with the same noise."""
     drafts = batch.drafts
     b_R = torch.nonzero(verdict.n_accept_B < drafts.num_B).flatten()
     i_R = verdict.n_accept_B[b_R]
@@ -251,7 +251,7 @@ def one_uniform(rule: rules.Decide) -> rules.Decide:
 
 
 def early_stop(rule: rules.Decide) -> rules.Decide:
-    """The block rule, but all drafts from the first one with u_i >= h_i on are rejected."""
+    """The block rule, but all drafts from the first draft with u_i >= h_i on are rejected."""
 
     def passes(x: rules.RuleInputs, i: int) -> Tensor:
         log_u_BK = x.log_u_BK.clone()
@@ -342,13 +342,13 @@ def mutants() -> list[Mutant]:
     ):
         result.append(Mutant("unfiltered", _real_q(rule, filters), backend=unfiltered))
     for rule, filters in zip(lossless, ("penalties", "grammar"), strict=True):
-        edits_before = _real_q(rule, filters)
-        result.append(Mutant("edits_before", edits_before, backend=edits_of_the_row_before))
+        case = _real_q(rule, filters)
+        result.append(Mutant("edits_before", case, backend=edits_of_the_row_before))
     for name, weights in BLOCK_RESIDUALS.items():
-        subtle, block = residual_mutant(weights), _real_q(Rule.BLOCK)
-        result.append(Mutant(f"residual_{name}", block, backend=subtle, trials=TRIALS_OF_SUBTLE))
-    coupled = residual_mutant(RESIDUALS["one_hot"])
-    result.append(Mutant("residual_one_hot", _real_q(Rule.COUPLED), backend=coupled))
+        mutant, case = residual_mutant(weights), _real_q(Rule.BLOCK)
+        result.append(Mutant(f"residual_{name}", case, backend=mutant, trials=TRIALS_OF_SUBTLE))
+    one_hot = residual_mutant(RESIDUALS["one_hot"])
+    result.append(Mutant("residual_one_hot", _real_q(Rule.COUPLED), backend=one_hot))
     return result
 
 

@@ -21,7 +21,7 @@ Law = Callable[[Backend, torch.device, int], list[Finding]]
 
 
 def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Findings of ties, of rows with whole blocks masked, and of vocabularies of all sizes."""
+    """Findings of ties, of rows with whole blocks masked, and of vocabularies of many sizes."""
     findings = drawing.ties(backend, device, trials)
     findings += drawing.masked_blocks(backend, device, 20_000)
     for vocabulary in drawing.VOCABULARIES:
@@ -89,7 +89,7 @@ def tasks(
     """
     common = (backend, device, trials)
     result = [Task(law, 0, *common) for law in reversed(LAWS)]
-    if device.type == "cuda":  # it takes 10 GB of memory
+    if device.type == "cuda":  # this law takes 10 GB of memory
         result.insert(0, Task("far_rows", 0, *common))
     result += [Task("mutants", i, *common) for i in range(len(_mutants_of(backend)))]
     num_cases = len(_few_cases() if quick else _joint_cases())

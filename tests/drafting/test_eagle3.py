@@ -320,6 +320,6 @@ def test_a_head_of_another_size_has_vectors_of_its_own(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["embed_tokens.weight"]
     save_file(tensors, folder / "model.safetensors")
-    message = "lack `embed_tokens.weight`: .* 48 numbers of a token, its target has 32"
+    message = "lack `embed_tokens.weight`: .* vectors of 48 numbers, the target's have 32"
     with pytest.raises(CheckpointError, match=message):
         Eagle3(setup_of(folder))

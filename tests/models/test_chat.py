@@ -132,7 +132,7 @@ def test_a_template_in_the_tokenizer_config(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="Jinja template, or one of default, rag"):
         llm.chat([USER], GREEDY, chat_template="rga")
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": named[1:]}))
-    with pytest.raises(RequestError, match="no chat template without a name; it has rag"):
+    with pytest.raises(RequestError, match="no chat template named `default`, only rag"):
         LLM(str(folder), num_blocks=64).chat([USER])
 
 

@@ -326,7 +326,7 @@ def test_a_folder_that_may_not_be_searched(
     ("name", "message"),
     [
         ("tiny-pyton", "Did you mean `tiny-python`?"),
-        ("nobody/nothing", "HF_HUB_OFFLINE forbids to download it"),
+        ("nobody/nothing", "HF_HUB_OFFLINE forbids a download"),
         ("./no/such/folder", "Give a folder"),
         ("", "No model ``"),
     ],
@@ -421,5 +421,5 @@ def test_a_configuration_with_a_number_that_is_not_finite(
 
 
 def test_architectures_that_are_no_list(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"`architectures` .* is 5: not a list"):
+    with pytest.raises(CheckpointError, match=r"`architectures` .* is 5: must be a list"):
         load(copied(whole, tmp_path, architectures=5))

@@ -356,10 +356,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"norm_output": "yes"}, "`norm_output` as 'yes': must be true or false"),
     ({"layer_types": ["sliding_attention"]}, "`sliding_window` as None"),
     ({"speculators_model_type": "eagle3"}, "does not say `norm_before_residual`"),
-    ({"rope_theta": None}, "no RoPE of {'rope_theta': None"),
+    ({"rope_theta": None}, "invalid RoPE {'rope_theta': None"),
     ({"rope_theta": -1}, "the angles of RoPE of .* are not finite"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "angles .* are not finite"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "no RoPE of .*'factor': 'x'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "invalid RoPE .*'factor': 'x'"),
     ({"partial_rotary_factor": 2}, r"rotates 32 numbers .* an even number in 2\.\.16"),
     ({"partial_rotary_factor": 0}, "rotates 0 numbers of each head"),
 ]

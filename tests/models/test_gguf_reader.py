@@ -141,7 +141,7 @@ def broken() -> dict[str, tuple[bytes, str]]:
         "dimension 0": (tensors(told((4, 0))), r"`a` the shape \[0, 4\]"),
         "overflow": (tensors(told((2**32, 2**32))), "must hold 1 to"),
         "name": (tensors(told((1,), name="a" * 65)), "tensor's name of 65 bytes: at most 64"),
-        "number": (tensors(told((1,), kind=99)), "a type of unknown number 99"),
+        "number": (tensors(told((1,), kind=99)), "stored as unknown kind 99"),
         "rows": (tensors(told((33,), kind=2)), "Q4_0 in rows of 33 numbers: must be a multiple"),
         "offset": (tensors(told((1,), offset=4)), "at offset 4: must be a multiple of 32"),
         "outside": (tensors(told((1,), offset=2**40)), "is truncated: expected"),

@@ -58,11 +58,11 @@ def test_sizes_beyond_the_weights(tmp_path: Path, field: str) -> None:
 @pytest.mark.parametrize(
     ("field", "tensor", "shapes"),
     [
-        ("hidden_size", "model.embed_tokens.weight", r"\[260, 100000\], and is \[260, 32\]"),
-        ("vocab_size", "model.embed_tokens.weight", r"\[100000, 32\], and is \[260, 32\]"),
-        ("num_key_value_heads", ".*k_proj.weight", r"\[1600000, 32\], and is \[32, 32\]"),
-        ("head_dim", ".*q_proj.weight", r"\[400000, 32\], and is \[64, 32\]"),
-        ("intermediate_size", ".*gate_proj.weight", r"\[100000, 32\], and is \[64, 32\]"),
+        ("hidden_size", "model.embed_tokens.weight", r"\[260, 100000\], but is \[260, 32\]"),
+        ("vocab_size", "model.embed_tokens.weight", r"\[100000, 32\], but is \[260, 32\]"),
+        ("num_key_value_heads", ".*k_proj.weight", r"\[1600000, 32\], but is \[32, 32\]"),
+        ("head_dim", ".*q_proj.weight", r"\[400000, 32\], but is \[64, 32\]"),
+        ("intermediate_size", ".*gate_proj.weight", r"\[100000, 32\], but is \[64, 32\]"),
     ],
 )
 def test_sizes_of_a_model_that_the_weights_cannot_fill(
@@ -71,7 +71,7 @@ def test_sizes_of_a_model_that_the_weights_cannot_fill(
     """Too small to be absurd, too large to be allocated before a mismatch is found."""
     save_checkpoint(tmp_path)
     change_config(tmp_path, **{field: 100_000})
-    message = f"gives `{field}` as 100000, which .* hold 41376: `{tensor}` would be {shapes} there"
+    message = f"gives `{field}` as 100000, which .* hold 41376: `{tensor}` would be {shapes}"
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 

@@ -41,8 +41,8 @@ class AttentionPass:
 
     Args:
         kv, backend: None for a pass that only shows the calls and shapes, without attention.
-        calls: a list to which each layer's call is appended in order. If it is not None, calls with
-            keyword arguments that we do not implement raise `UnsupportedModelError`.
+        calls: a list to which each layer's call is appended in order. With a list, calls with
+            arguments or shapes that we do not implement raise `UnsupportedModelError`.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ def paged_attention(
     """Attention of the current pass: queries [1, H, T, D] to outputs [1, T, H, D_v].
 
     The keys and values are written to the pass's cache first. Each token attends to the tokens of
-    the same request up to its position. `attention_mask` is always None, because no mask function
-    is registered for `ATTENTION_NAME`.
+    the same request up to its position. Without a cache the outputs are 0. `attention_mask` is
+    always None, because no mask function is registered for `ATTENTION_NAME`.
     """
     run = _current.get()
     if run is None:
@@ -100,8 +100,8 @@ def paged_attention(
     if run.kv is None or run.backend is None:  # the pass only shows calls and shapes
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     keys, values = run.kv.keys[layer], run.kv.values[layer]
-    new = (x.squeeze(0).transpose(0, 1) for x in (key, value))
-    write_kv((keys, values), run.write_index_T, *new)
+    new_kv = (x.squeeze(0).transpose(0, 1) for x in (key, value))
+    write_kv((keys, values), run.write_index_T, *new_kv)
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)
     query_THD = query.squeeze(0).transpose(0, 1)
     out_THD = run.backend.attention(query_THD, keys, values, run.batch, options)
@@ -112,12 +112,12 @@ def _check_call(
     layer: int, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
 ) -> None:
     """Raise `UnsupportedModelError` for shapes or arguments that we do not implement."""
-    # None and False switch nothing on, whatever the argument (`output_router_logits=False`).
-    used = {k for k, value in arguments.items() if value is not None and value is not False}
+    # An argument of None or False has no effect, for example `output_router_logits=False`.
+    used = {name for name, arg in arguments.items() if arg is not None and arg is not False}
     if unknown := sorted(used - _IGNORED_ARGUMENTS):
         raise UnsupportedModelError(
-            f"Attention of layer {layer} asks for {', '.join(f'`{k}`' for k in unknown)}, which "
-            "paged attention does not implement."
+            f"Attention of layer {layer} asks for {', '.join(f'`{name}`' for name in unknown)}, "
+            "which paged attention does not implement."
         )
     if query.shape[0] != 1 or query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         raise UnsupportedModelError(

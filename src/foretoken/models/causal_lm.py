@@ -69,7 +69,7 @@ class ModuleNetwork:
         """The hidden states of these layers, each [num_tokens, hidden].
 
         Raises `UnsupportedModelError` if the number or a shape of the module's hidden states is
-        wrong. The self-check while loading calls this, so that the error precedes all requests.
+        wrong. The self-check while loading calls this method, so the error precedes all requests.
         """
         config, states = self.module.config, getattr(output, "hidden_states", None) or ()
         layers = config.get_text_config().num_hidden_layers
@@ -96,7 +96,7 @@ class CausalLM:
     config, generation_config: Transformers' objects; `generation_config` may be None
     network:       runs the model
     vocab_size:    columns of the logits, padding of the vocabulary included
-    max_model_len: most positions of a request
+    max_model_len: the largest number of positions of a request
     layer_shapes:  (H_kv, D, D_v) per layer, for a `KVPool`
     aux_layers:    hidden states that every pass returns
     embedding:     [V, hidden], the vectors of the tokens
@@ -118,8 +118,8 @@ class CausalLM:
     ) -> None:
         """
         Args:
-            module: the module of `network`, or the twin of the stack of `network`. If `module` has
-                no weights, `view.module` must be False.
+            module: the module that `network` runs, or a stack's twin (see `families.py`). If the
+                module has no weights, `view.module` must be False.
             stack: the stack before `network` changed the layout of the weights; None: take the
                 embedding and the head from `module`.
         """

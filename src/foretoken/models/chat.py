@@ -20,9 +20,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _ROLES_WITHOUT_TEXT = ("assistant", "tool")  # messages of these roles need no text
 # Types of a message's parts that are text, with the field that holds it.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# `chat_template_kwargs` may not use these names, because they have another meaning in
-# `apply_chat_template`, nor the names of the arguments of `apply_chat_template`, except for those
-# that it passes to the template.
+# `chat_template_kwargs` may not use these names, nor those of arguments of `apply_chat_template`,
+# except for the arguments that are passed to the template.
 _RESERVED_NAMES = {"self", "conversations", "messages"}
 _TEMPLATE_ARGUMENTS = {"documents", "kwargs"}
 _CONTENT_FORMATS = ("auto", "string", "openai")
@@ -75,7 +74,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any | None, **options: Unpack[ChatOptions]) -> None:
         if tokenizer is None:
             remedy = "Use `generate` with token ids, or add tokenizer files to the checkpoint."
-            bound = "one that writes messages as tokens: this checkpoint has no tokenizer"
+            bound = "set, to write messages as tokens: this checkpoint has no tokenizer"
             raise RequestError("tokenizer", None, bound, remedy)
         flags = {
             "add_generation_prompt": options.get("add_generation_prompt", True),
@@ -86,8 +85,8 @@ class ChatTemplate:
             if not isinstance(value, bool):
                 raise RequestError(name, value, "true or false")
         if all(flags.values()):
-            bound = "false where a new answer is opened"
-            remedy = "Pass add_generation_prompt=False with it."
+            bound = "false if `add_generation_prompt` is true"
+            remedy = "Pass add_generation_prompt=False."
             raise RequestError("continue_final_message", True, bound, remedy)
         content_format = options.get("chat_template_content_format", "auto")
         if content_format not in _CONTENT_FORMATS:
@@ -104,7 +103,8 @@ class ChatTemplate:
     def render(self, messages: Any) -> tuple[str, list[int]]:
         """The text of a conversation, and the token ids of this text.
 
-        Raises `RequestError` if `messages` is not a conversation, or the template refuses it.
+        Raises `RequestError` if `messages` is not a conversation, or the template is not valid or
+        refuses the messages.
         """
         from jinja2 import TemplateSyntaxError
 
@@ -140,7 +140,7 @@ class ChatTemplate:
                 raise RequestError(f"chat_template_kwargs.{name}", value, bound)
             template_variables[str(name)] = value
         if tools is not None:
-            self._check_used("tools", "tools", tools, "Pass a `chat_template` that does.")
+            self._check_used("tools", "tools", tools, "Pass a `chat_template` that uses `tools`.")
         return template_variables
 
     def _check_used(self, name: str, field: str, value: Any, remedy: str) -> None:
@@ -238,8 +238,7 @@ def _check_content(field: str, message: Mapping[str, Any]) -> list[str]:
 
 def _check_calls(field: str, calls: Any) -> list[dict[str, Any]]:
     """Tool calls as templates read them: with the fields `id`, `type` and `function`, and with
-    arguments as a dict, also if clients send JSON. `RequestError` for `field` if they are not
-    valid."""
+    arguments decoded if clients send JSON. `RequestError` for `field` if a call is not valid."""
     if not _is_list(calls) or not all(isinstance(call, Mapping) for call in calls):
         raise RequestError(field, calls, "a list of dicts with `function`")
     checked = []
@@ -279,7 +278,7 @@ def find_template(tokenizer: Any, option: Any, tools: Any) -> str:
             return str(templates["tool_use"])
         if "default" in templates:
             return str(templates["default"])
-        known = f" without a name; it has {names}" if names else ""
+        known = f" named `default`, only {names}" if names else ""
         bound = f"given: this checkpoint's tokenizer has no chat template{known}"
         remedy = "Use `generate`, or a checkpoint with a `chat_template.jinja`."
         raise RequestError("chat_template", None, bound, remedy)

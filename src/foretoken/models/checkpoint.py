@@ -1,7 +1,7 @@
 """Read a checkpoint's configuration and the headers of its weights.
 
-Every failure is a `CheckpointError` that names the file. The functions named `check_...` and
-`read_config` take a model folder, or a GGUF file in the argument `folder`.
+Every error names the file. `read_config`, `parse_config` and `check_generation_config` also take a
+GGUF file as `folder`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 _WEIGHT_DTYPES = ("F32", "F16", "BF16", "F64")
-# The largest known files have 1 MB. A list of 10**7 names of layers would take 180 MB.
+# The largest known files have 1 MB. With a list of 10**7 layers, a file would have 180 MB.
 _MAX_CONFIG_BYTES = 2**24
 _MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the file is missing, is not a JSON object, or has no `model_type`.
-        UnsupportedModelError: the folder holds an adapter.
+        UnsupportedModelError: the folder holds an adapter; or see `config_values`.
     """
     if is_gguf(folder):
         return config_values(read_gguf(folder))
@@ -130,7 +130,7 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
 
 def check_generation_config(folder: Path) -> None:
     """Raise `CheckpointError` if `generation_config.json` exists and is not valid, or if a GGUF
-    file's own values for it are not. These values say which tokens end a text."""
+    file's ids of special tokens are not valid. These values say which tokens end a text."""
     from transformers import GenerationConfig
 
     path = folder / "generation_config.json"
@@ -226,7 +226,7 @@ def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, A
         if pickled:
             raise CheckpointError(
                 f"`{folder}` holds only pickled weights (`{pickled[0]}`), which can run code when "
-                "read. Convert them to safetensors (`save_pretrained` writes it)."
+                "read. Convert them to safetensors, for example by `save_pretrained`."
             )
         raise CheckpointError(f"`{folder}` holds no `model.safetensors` and no index of shards.")
     weight_map = read_json(index_path).get("weight_map")
@@ -269,7 +269,7 @@ def check_plain(path: Path, header: dict[str, Any]) -> None:
 
 
 def _read_header(path: Path, plain: bool) -> dict[str, Any]:
-    """The header of a safetensors file, checked against the file's length; `plain` also calls
+    """The header of a safetensors file, checked against the file's length and, if `plain`, by
     `check_plain`."""
     with reading(path), path.open("rb") as file:
         size = path.stat().st_size

@@ -25,8 +25,8 @@ class CompressedWeights(StoredWeights):
 
     Args:
         headers: of the safetensors files.
-        module: Transformers' module of the model. `CheckpointError` if its parameters are not those
-            of the files.
+        module: Transformers' module of the model. `CheckpointError` if the module's parameters are
+            not those of the files.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class CompressedTensors:
         """A parameter as stored: a matrix or vector of plain numbers, or a compressed matrix.
 
         Raises:
-            CheckpointError: tensors do not fit each other, or a scale is not finite.
+            CheckpointError: tensors are missing, have a wrong dtype or do not fit each other, or a
+                scale is not finite.
         """
         if name in self._paths and name + _SCALE not in self._paths:
             values = self.tensor(name)
@@ -129,15 +130,15 @@ class CompressedTensors:
 
 def _expand_scales(name: str, scale: Tensor, out: int, inputs: int) -> Tensor:
     """The scales of each row's groups, float32 [out, groups], from the stored scales: a single one,
-    one per row, or one per group of a row. `name` is that of the matrix [out, inputs]."""
+    one per row, or one per group of a row. `name`: of the matrix [out, inputs]."""
     scale_NG = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
     if scale_NG.dim() == 1:
         scale_NG = scale_NG[:, None]
     fits = scale_NG.dim() == 2 and len(scale_NG) in (1, out) and scale_NG.shape[1] >= 1
     if not fits or inputs % scale_NG.shape[1] or not bool(scale_NG.isfinite().all()):
         raise CheckpointError(
-            f"`{name}{_SCALE}` is {[*scale.shape]} for a matrix of {[out, inputs]}, or not finite: "
-            "must be one number for all, for each row, or for equal groups of each row."
+            f"`{name}{_SCALE}` has shape {[*scale.shape]} for a matrix of {[out, inputs]}, or is "
+            "not finite: must be one number for all, for each row, or for equal groups of each row."
         )
     return scale_NG.expand(out, -1).contiguous()
 

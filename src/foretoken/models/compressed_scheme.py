@@ -68,15 +68,15 @@ def _unsupported_inputs(inputs: Any) -> str | None:
 
 
 def group_sizes(config: Any) -> set[tuple[int, int]]:
-    """The pairs (bits, numbers per group) in which weights may be stored; 0 numbers per group: one
-    scale per row or tensor.
+    """The pairs (bits, numbers per group) in which weights may be stored; 0 numbers per group means
+    one scale per row or tensor.
 
     Args:
         config: a `quantization_config` for which `unsupported_reason` returns None.
     """
     values = config if isinstance(config, Mapping) else config.to_dict()
     sizes = set[tuple[int, int]]()
-    for scheme in (group["weights"] for group in values["config_groups"].values()):
+    for scheme in (entry["weights"] for entry in values["config_groups"].values()):
         group_size = int(scheme.get("group_size") or 0) if scheme["strategy"] == "group" else 0
         sizes.add((int(scheme["num_bits"]), group_size))
     return sizes

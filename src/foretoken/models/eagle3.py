@@ -44,15 +44,14 @@ _BLOCK = 4  # tokens per cache block when kernels are compared with stock operat
 _PASSES = ((70, 1, 5), (1, 1, 1), (5, 5, 5), (1,))
 _MAX_POSITIONS = sum(map(max, _PASSES))
 
-# All layouts are read under the *canonical* tensor names, those of `speculators`. These are the
-# prefixes of tensor names in other layouts, with the canonical prefixes.
+# All layouts are read under *canonical* tensor names, those of `speculators`. `_PREFIXES` maps the
+# prefixes of names in other layouts to canonical prefixes.
 _PREFIXES = {"model.": "", "midlayer.": "layers.0."}
 _LAYER = "layers.0."
 OUTPUT_LAYER, _EMBEDDING, _ID_OFFSETS = "lm_head.weight", "embed_tokens.weight", "d2t"
 _UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 _DUMMY_LOGIT_STD = 2.0
-# The bound for rows that are rounded to eight bits, where the last bit of a number can decide
-# between two codes.
+# The bound if rows are rounded to eight bits: a number halfway between two codes may go to either.
 _ROUNDED_TOLERANCE = 0.1
 
 
@@ -79,7 +78,7 @@ def load_head(
 
     Args:
         positions: longest context, in tokens.
-        most_rows: the most requests that draft in one pass.
+        most_rows: the most requests, of one row each, that draft in one pass.
         config, embedding, output_layer, dummy_seed: see `read_head`.
 
     Raises:
@@ -112,7 +111,7 @@ def load_head(
     if not error <= tolerance:  # NaN too
         message = (
             "The EAGLE-3 head runs in stock operators, slower: the kernels of backend `%s` differ "
-            "from these by %.1e of the largest number (bound %.0e)."
+            "from these by %.1e of the largest output (bound %.0e)."
         )
         _log.warning(message, backend.name, error, tolerance)
         return stock
@@ -132,9 +131,9 @@ def read_head(
     Args:
         config: what `read_eagle3_config` returns for this folder.
         embedding: the target's embedding, [V, hidden], which also gives the stack's device and
-            dtype (float32 for blocks). The stack uses the embedding in the folder if there is one.
-            The folder must have one if the target's vectors have another size.
-        output_layer: that of the target, if the EAGLE-3 head has none; see `lacks_output_layer`.
+            dtype (float32 if it is stored in blocks). An embedding in the folder takes precedence,
+            and must exist if the target's vectors have another size.
+        output_layer: the target's output layer, if the EAGLE-3 head lacks an output layer.
         dummy_seed: if not None, weights are random numbers of this seed, the ids that are drafted
             are spread evenly over the target's ids, and the folder needs only a `config.json`.
 
@@ -149,12 +148,12 @@ def read_head(
     num_ids, num_target_ids = config.draft_vocab_size, config.vocab_size
     if dummy_seed is None:
         stored = _read_weights(folder, config)
-        offset = stored.pop(_ID_OFFSETS, None)
-        target_ids = _target_ids(folder, offset if isinstance(offset, Tensor) else None, config)
+        offsets = stored.pop(_ID_OFFSETS, None)
+        target_ids = _target_ids(folder, offsets if isinstance(offsets, Tensor) else None, config)
         if _EMBEDDING in shapes and _EMBEDDING not in stored:
             raise CheckpointError(
-                f"The weights in `{folder}` lack `{_EMBEDDING}`: the head takes "
-                f"{config.hidden_size} numbers of a token, its target has {embedding.shape[1]}."
+                f"The weights in `{folder}` lack `{_EMBEDDING}`: the head needs "
+                f"vectors of {config.hidden_size} numbers, the target's have {embedding.shape[1]}."
             )
         if OUTPUT_LAYER in stored:
             output_layer = None
@@ -179,7 +178,7 @@ def read_head(
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors that an EAGLE-3 head must have, by canonical names; without the map
+    """The shapes of all tensors that an EAGLE-3 head must have, by canonical names, except the map
     of ids."""
     layer, hidden_size = config.layer, config.hidden_size
     q_size = layer.num_attention_heads * layer.head_dim
@@ -238,11 +237,11 @@ def stack_of(
 
     Args:
         tensors: by canonical names; see `tensor_shapes`.
-        target_ids: the target's id for each id that the EAGLE-3 head drafts; None: the logits get
-            one column for each id that it drafts.
-        output_layer: that of the target, if `tensors` has none.
+        target_ids: the target's id for each id of the EAGLE-3 head. Logits have a column for each
+            id of the target; if None, for each id of the head.
+        output_layer: the target's output layer, if `tensors` lacks an output layer.
     """
-    sizes, device = config.layer, device_of(embedding)
+    layer_config, device = config.layer, device_of(embedding)
 
     def linear(*names: str) -> Linear:
         weights = [tensors[f"{_LAYER}{name}.weight"] for name in names]
@@ -256,9 +255,9 @@ def stack_of(
     norms = [f"self_attn.{name}_norm.weight" for name in "qk" if config.qk_norm]
     mixer = Attention(
         linear(*(f"self_attn.{name}_proj" for name in "qkv")), linear("self_attn.o_proj"),
-        sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim,
+        layer_config.num_attention_heads, layer_config.num_key_value_heads, layer_config.head_dim,
         Rope(config.frequency_R.to(device), config.rotary_scale),
-        AttentionOptions(sizes.head_dim**-0.5, config.sliding_window), *map(vector, norms),
+        AttentionOptions(layer_config.head_dim**-0.5, config.sliding_window), *map(vector, norms),
     )  # fmt: skip
     feed = Gated(linear("mlp.gate_proj", "mlp.up_proj"), linear("mlp.down_proj"))
     feed_norm = vector("post_attention_layernorm.weight")
@@ -272,8 +271,8 @@ def stack_of(
         output_layer = _join([tensors[OUTPUT_LAYER]])
     num_logits = config.draft_vocab_size if target_ids is None else config.vocab_size
     return Stack(
-        embedding, (layer,), vector("norm.weight", ""), Linear(output_layer), sizes.rms_norm_eps,
-        num_logits, target_ids, rule,
+        embedding, (layer,), vector("norm.weight", ""), Linear(output_layer),
+        layer_config.rms_norm_eps, num_logits, target_ids, rule,
     )  # fmt: skip
 
 
@@ -317,7 +316,7 @@ def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
 def _to_device(
     weight: Tensor | Grouped, dtype: torch.dtype, device: torch.device
 ) -> Tensor | Grouped:
-    """A weight on the device. Kernels on a GPU read only plain numbers."""
+    """A weight on the device, decoded on a GPU, because kernels there read only plain numbers."""
     if isinstance(weight, Grouped) and device.type == "cpu":
         return weight
     return (numbers_of(weight) if isinstance(weight, Grouped) else weight).to(device, dtype)
@@ -333,8 +332,8 @@ def _check_tensors(
     """Raise `CheckpointError` for missing or unknown tensors and for wrong shapes.
 
     Args:
-        shapes, optional: the tensors that must exist, and further tensors that are allowed.
-        output_layer: that of the target, if the EAGLE-3 head uses it.
+        shapes, optional: the shapes of tensors that must exist, and of other allowed tensors.
+        output_layer: the target's output layer, if the EAGLE-3 head uses it.
     """
     allowed = {**optional, **shapes}
     stored_shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
@@ -352,27 +351,27 @@ def _check_tensors(
     check_fit(folder, problems)
 
 
-def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Tensor:
-    """The target's id for each id of the head, int64. `CheckpointError` if `offset`, the stored
-    tensor of differences (the target's id minus the head's id), is not valid."""
+def _target_ids(folder: Path, offsets: Tensor | None, config: Eagle3Config) -> Tensor:
+    """The target's id for each id of the head, int64. `CheckpointError` if `offsets` (stored: the
+    target's id minus the head's id) are not valid, or are missing although the head needs them."""
     num_ids, num_target_ids = config.draft_vocab_size, config.vocab_size
-    if offset is None:
+    if offsets is None:
         if num_ids != num_target_ids:
             raise CheckpointError(
                 f"The weights in `{folder}` lack `{_ID_OFFSETS}`, which maps the {num_ids} ids of "
-                f"the head to ids of the target, of which there are {num_target_ids}."
+                f"the head to some of the {num_target_ids} ids of the target."
             )
         return torch.arange(num_target_ids)
-    if offset.shape != (num_ids,) or offset.is_floating_point():
+    if offsets.shape != (num_ids,) or offsets.is_floating_point():
         raise CheckpointError(
-            f"`{_ID_OFFSETS}` in `{folder}` is {offset.dtype} {[*offset.shape]}: must be one "
+            f"`{_ID_OFFSETS}` in `{folder}` is {offsets.dtype} {[*offsets.shape]}: must be one "
             f"integer for each of {num_ids} ids."
         )
-    target_ids = torch.arange(num_ids) + offset.long()
-    low, high, different = int(target_ids.min()), int(target_ids.max()), {*target_ids.tolist()}
-    if low < 0 or high >= num_target_ids or len(different) < num_ids:
+    target_ids = torch.arange(num_ids) + offsets.long()
+    low, high, distinct = int(target_ids.min()), int(target_ids.max()), {*target_ids.tolist()}
+    if low < 0 or high >= num_target_ids or len(distinct) < num_ids:
         raise CheckpointError(
-            f"`{_ID_OFFSETS}` in `{folder}` maps {num_ids} ids to {len(different)} different ids "
+            f"`{_ID_OFFSETS}` in `{folder}` maps {num_ids} ids to {len(distinct)} different ids "
             f"in {low}..{high}: must be {num_ids} different ids in 0..{num_target_ids - 1}."
         )
     return target_ids
@@ -381,8 +380,8 @@ def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Te
 def _random_weights(
     shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Random weights by name. Norms have gains of 1. Products have numbers about as large as those
-    of their inputs; only logits are larger, so that near-ties are rare."""
+    """Random weights by name. Norms and biases are 1. Linear layers have outputs about as large as
+    their inputs; only logits are larger, so that near-ties are rare."""
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -403,25 +402,25 @@ def _run_passes(network: LoadedStack, config: Eagle3Config) -> list[Tensor]:
     blocks_BL = torch.randperm(3 * columns, generator=generator).view(3, columns).to(device)
     kv = KVPool(stack.layer_shapes, 3 * columns + 1, _BLOCK, dtype=network.dtype, device=device)
     length_B, outputs = torch.zeros(3, dtype=torch.int64), list[Tensor]()
-    hidden_NC: Any = None  # the head's
-    for rows in _PASSES:
-        new_B = torch.tensor(rows)
-        length_B = length_B[: len(rows)] + new_B
-        start_B1 = torch.nn.functional.pad(new_B.cumsum(0), (1, 0))
-        ends = zip(length_B.tolist(), rows, strict=True)
-        position_T = torch.cat([torch.arange(end - count, end) for end, count in ends])
+    hidden_NC: Any = None  # the hidden states of the head
+    for counts in _PASSES:
+        count_B = torch.tensor(counts)
+        length_B = length_B[: len(counts)] + count_B
+        start_B1 = torch.nn.functional.pad(count_B.cumsum(0), (1, 0))
+        requests = zip(length_B.tolist(), counts, strict=True)
+        position_T = torch.cat([torch.arange(end - count, end) for end, count in requests])
         attention = AttentionBatch(
-            start_B1.to(device), length_B.to(device), blocks_BL[: len(rows)], _BLOCK,
-            most_queries=max(rows), values_fit=True,
+            start_B1.to(device), length_B.to(device), blocks_BL[: len(counts)], _BLOCK,
+            most_queries=max(counts), values_fit=True,
         )  # fmt: skip
         total = len(position_T)
         token_T = torch.randint(config.vocab_size, (total,), generator=generator).to(device)
-        last_B, is_draft = (start_B1[1:] - 1).to(device), max(rows) == 1
+        last_B, is_draft = (start_B1[1:] - 1).to(device), max(counts) == 1
         batch = ForwardBatch(token_T, position_T.to(device), last_B, attention)
         aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator)
         target_states = aux.to(device, network.dtype).unbind()
         # Rows of drafts read the head's hidden state of the row before, other rows the target's.
-        features = hidden_NC[: len(rows)] if is_draft else target_states
+        features = hidden_NC[: len(counts)] if is_draft else target_states
         output = network.run(batch, kv, features=features, logits=is_draft)
         hidden_NC = output.hidden_NC
         logits_NV = output.logits_NV if is_draft else network.logits(hidden_NC)

@@ -13,7 +13,7 @@ from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.checkpoint import first_line, parse_config, quiet_transformers, read_json
 from foretoken.models.compressed_scheme import is_compressed, unsupported_reason
 
-# EAGLE's own format, as written by EAGLE, SpecForge, vLLM and NeMo; then `speculators`.
+# First in EAGLE's own format (EAGLE, SpecForge, vLLM, NeMo), then in the format of `speculators`.
 _ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM",
     "LlamaEagle3DraftModel", "Eagle3DraftModel", "Eagle3Speculator",
@@ -34,7 +34,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 _LOSSLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "verifier_accept_k": (None, 1), "accept_tolerance": (None, 0),
 }  # fmt: skip
-_MAX_HEAD_DIM = 2**16  # RoPE frequencies are computed before weights show whether it is right
+_MAX_HEAD_DIM = 2**16  # RoPE frequencies are computed before weights show if `head_dim` is right
 # RoPE types with constant frequencies. Other types depend on a batch's longest request.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -78,7 +78,8 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     """Read `config.json` of an EAGLE-3 head, in EAGLE's own format or in that of `speculators`.
 
     Raises:
-        CheckpointError: the file does not describe a head, or a size is missing or not valid.
+        CheckpointError: the file cannot be read or does not describe a head, or a value is missing
+            or not valid.
         UnsupportedModelError: the architecture or the value of a switch is not supported.
     """
     path = folder / "config.json"
@@ -127,22 +128,23 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
 
 
 def _check_supported(path: Path, raw: dict[str, Any], merged: dict[str, Any]) -> None:
-    """Refuse heads that would draft wrongly, and settings that ask for lossy verification.
+    """Raise errors for heads that would draft wrongly and settings that make verification lossy.
 
     Args:
         raw: the content of `config.json`.
         merged: `raw` together with the values of nested objects.
     """
-    is_speculators, names = "speculators_model_type" in raw, raw.get("architectures")
-    [name] = names if isinstance(names, list) and len(names) == 1 else [names]
+    is_speculators, stated = "speculators_model_type" in raw, raw.get("architectures")
+    [architecture] = stated if isinstance(stated, list) and len(stated) == 1 else [stated]
     layer_type = merged.get("model_type")
     head_kind = raw.get("speculators_model_type", "eagle3")
-    if name not in _ARCHITECTURES or layer_type not in _LAYER_TYPES or head_kind != "eagle3":
-        known = ", ".join(f"`{known}`" for known in _ARCHITECTURES)
-        hint = " Heads with MLA are not supported." if "Deepseek" in str(name) else ""
+    is_known = architecture in _ARCHITECTURES and layer_type in _LAYER_TYPES
+    if not is_known or head_kind != "eagle3":
+        known = ", ".join(f"`{name}`" for name in _ARCHITECTURES)
+        hint = " Heads with MLA are not supported." if "Deepseek" in str(architecture) else ""
         raise UnsupportedModelError(
-            f"`{path}` is of architecture {name}, type `{layer_type}`, kind `{head_kind}`: method "
-            f"`eagle3` takes {known} of type `llama` or `qwen3`, kind `eagle3`.{hint}"
+            f"`{path}` is of architecture {architecture}, type `{layer_type}`, kind `{head_kind}`: "
+            f"method `eagle3` takes {known} of type `llama` or `qwen3`, kind `eagle3`.{hint}"
         )
     why = "is not implemented: the drafts would be wrong. Use another head"
     _check_switches(path, merged, _SUPPORTED_VALUES, why)
@@ -204,19 +206,19 @@ def _rotary(path: Path, layer: Any) -> tuple[Tensor, float]:
         )
     # Transformers' class ignores `partial_rotary_factor` for some types of RoPE. So it gets the
     # size of the rotated part as `head_dim`.
-    rotary_config, part = copy(layer), rope.pop("partial_rotary_factor", None)
+    rotary_config, factor = copy(layer), rope.pop("partial_rotary_factor", None)
     rotary_config.rope_parameters = rope
     try:
-        count = int(layer.head_dim * (1.0 if part is None else float(part)))
-        rotary_config.head_dim = count
+        size = int(layer.head_dim * (1.0 if factor is None else float(factor)))
+        rotary_config.head_dim = size
         # A `head_dim` of 0 would make Transformers use a default.
-        rotary = LlamaRotaryEmbedding(rotary_config) if count > 0 else None
+        rotary = LlamaRotaryEmbedding(rotary_config) if size > 0 else None
     except Exception as error:
-        raise CheckpointError(f"`{path}`: no RoPE of {rope}: {first_line(error)}") from error
-    if rotary is None or count % 2 or count > layer.head_dim:
+        raise CheckpointError(f"`{path}`: invalid RoPE {rope}: {first_line(error)}") from error
+    if rotary is None or size % 2 or size > layer.head_dim:
         raise CheckpointError(
-            f"`{path}` rotates {count} numbers of each head: `head_dim` {layer.head_dim} times "
-            f"`partial_rotary_factor` {part} must be an even number in 2..{layer.head_dim}."
+            f"`{path}` rotates {size} numbers of each head: `head_dim` {layer.head_dim} times "
+            f"`partial_rotary_factor` {factor} must be an even number in 2..{layer.head_dim}."
         )
     frequency_R, scale = rotary.inv_freq.float(), float(rotary.attention_scaling)
     if not bool((frequency_R * scale).isfinite().all()):
@@ -252,12 +254,13 @@ def _sliding_window(path: Path, merged: dict[str, Any], layer: Any) -> int | Non
     `use_sliding_window`."""
     window, is_used = merged.get("sliding_window"), merged.get("use_sliding_window") is not False
     default = "sliding_attention" if window is not None and is_used else "full_attention"
-    kind = (merged.get("layer_types") or getattr(layer, "layer_types", None) or [default])[0]
-    if kind == "full_attention":
+    layer_type = (merged.get("layer_types") or getattr(layer, "layer_types", None) or [default])[0]
+    if layer_type == "full_attention":
         return None
-    if kind != "sliding_attention":
+    if layer_type != "sliding_attention":
         raise UnsupportedModelError(
-            f"`{path}` has a layer of type `{kind}`: must be full_attention or sliding_attention."
+            f"`{path}` has a layer of type `{layer_type}`: must be full_attention or "
+            "sliding_attention."
         )
     return _size(path, merged, "sliding_window")
 
@@ -274,7 +277,7 @@ def _aux_layers(path: Path, raw: dict[str, Any], eagle: dict[str, Any]) -> tuple
         return None
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
         raise CheckpointError(
-            f"`{path}` gives `{_AUX_LAYERS}` as {ids!r}: must be a list of layers."
+            f"`{path}` gives `{_AUX_LAYERS}` as {ids!r}: must be a list of layer numbers."
         )
     by_output = not raw.get(_AUX_LAYERS) and ids[0] == 1
     return tuple(i + by_output for i in ids)

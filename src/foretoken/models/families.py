@@ -1,4 +1,4 @@
-"""The families that backends run themselves, and how a checkpoint of one becomes a `Stack`.
+"""The families that backends run themselves, and how their checkpoints become a `Stack`.
 
 A stack is read together with its *twin*, Transformers' module of the same configuration. The twin
 shows which layers have biases, and it has the frequencies of RoPE. Its weights become views of the
@@ -28,7 +28,7 @@ from foretoken.ops.stack import (  # isort: skip
 
 
 class Family(NamedTuple):
-    """A family's differences from Llama's layers: RMSNorm, rotary attention, a gated SiLU layer."""
+    """How a family differs from Llama, which has RMSNorm, rotary attention, a gated SiLU layer."""
 
     qk_norm: bool = False  # each query and key is normed before RoPE
     slides: bool = True  # False: layers ignore the configuration's `sliding_window`
@@ -67,10 +67,8 @@ def check_family(module: Any) -> Family:
 
 
 def stays_compressed(config: Any) -> bool:
-    """Whether a checkpoint's weights are compressed-tensors that keep their stored format.
-
-    If not, Transformers' quantiser loads them.
-    """
+    """Whether a checkpoint's weights are compressed-tensors that keep their stored format. (If not,
+    Transformers' quantiser loads compressed-tensors.)"""
     quantization = getattr(config, "quantization_config", None)
     if config.model_type not in FAMILIES or not is_compressed(quantization):
         return False
@@ -84,17 +82,17 @@ def stays_compressed(config: Any) -> bool:
 def windows(config: Any, count: int) -> list[int | None]:
     """The sliding window of each of `count` layers, in tokens; None: no window.
 
-    There are no windows if `layer_types` does not have `count` entries.
+    There are no windows if the configuration has `layer_types`, but not `count` of them.
     """
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
-    if len(kinds) != count:
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * count
+    if len(layer_types) != count:
         return [None] * count
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window if name == "sliding_attention" else None for name in layer_types]
 
 
 class Source(Protocol):
-    """A source of a stack's weights. They have the names and paths of Transformers' module."""
+    """A source of a stack's weights. Names and paths are those of Transformers' module."""
 
     def tensor(self, name: str) -> Tensor:
         """The gains of a norm, by the name of the parameter."""
@@ -106,7 +104,7 @@ class Source(Protocol):
         """Linear layers with the same input, joined to one layer.
 
         Raises:
-            UnfitError: some of them have a bias, others have none.
+            UnfitError: some of these layers have a bias, but not all.
         """
 
 
@@ -163,13 +161,13 @@ def fill_stack(module: Any, weights: Source) -> Stack:
 
 
 def check_biases(paths: Sequence[str], have_bias: Sequence[bool]) -> None:
-    """Raise `UnfitError` if some of the layers have a bias, others have none."""
+    """Raise `UnfitError` if some of the layers have a bias, but not all."""
     if len({*have_bias}) > 1:
-        raise UnfitError(f"some of {', '.join(paths)} have a bias, others have none")
+        raise UnfitError(f"some of {', '.join(paths)} have a bias, but not all")
 
 
 class _Weights:
-    """A `Source` that puts each tensor into a stack and into its twin."""
+    """A `Source` that puts each tensor into a stack and into the stack's twin."""
 
     def __init__(self, module: Any, read: ReadTensor | None, device: torch.device) -> None:
         self._module, self._read, self._device = module, read, device
@@ -182,7 +180,7 @@ class _Weights:
         return Dense(self._join(f"{path}.weight"))
 
     def _join(self, *names: str) -> Tensor:
-        """The rows of several parameters in one contiguous tensor; the twin gets views of it."""
+        """One contiguous tensor of several parameters' rows, of which the twin gets views."""
         tensors = [self._module.get_parameter(name).detach() for name in names]
         sizes = [len(tensor) for tensor in tensors]
         joined: Tensor = tensors[0]
@@ -214,14 +212,15 @@ def tensor_reader(
 ) -> ReadTensor | None:
     """A function that reads a twin's weights from safetensors files.
 
-    None if stacks do not run the twin's family, or if tensors are missing, twofold or of other
-    shapes than the twin's. Then Transformers' loader should load the files: its errors say which.
+    None if no stack can run the twin, if a tensor is missing, exists twice or has another shape
+    than the twin's, or if there is an output layer that the twin lacks. Then Transformers should
+    load the files, because its errors name the tensors.
 
     Args:
         headers: of the files, by path.
 
     Raises:
-        CheckpointError: the files have further tensors; see `check_leftovers`.
+        CheckpointError: the files have tensors of another model; see `check_leftovers`.
     """
     from safetensors import safe_open
 
@@ -276,7 +275,7 @@ def set_generation_config(module: Any, folder: Path) -> None:
 
 
 def miniature_of(model_class: Any, config: Any, attention: str) -> Any:
-    """A small module with the switches of a configuration, one layer of each kind, random weights.
+    """A small module with the switches of a configuration, one layer of each type, random weights.
 
     Sliding windows are shorter than the self-check's sequences, and norms and biases are random,
     too. So the module shows errors that a checkpoint's own weights may hide.

@@ -65,20 +65,21 @@ BLOCK, NUM_BLOCKS = 4, 16  # the self-check's cache: tokens per block, and block
 
 
 def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
-    """The class that `config.json` names; the first of `class_names` if it names none.
+    """The class of `class_names` that `config.json` names; the first if it names no class at all.
 
     Args:
         raw: the content of `config.json`.
-        class_names: Transformers' classes for the `model_type`: a causal language model and a
-            multimodal model, or only one of both, or none.
+        class_names: Transformers' classes for the `model_type`, at most two: for a causal language
+            model, then for a multimodal model.
 
     Raises:
         CheckpointError: `architectures` is not a list.
-        UnsupportedModelError: the checkpoint needs code of its own, or another architecture.
+        UnsupportedModelError: the checkpoint needs its own code or has another architecture, or
+            there are no `class_names`.
     """
     names = raw.get("architectures") or []
     if not isinstance(names, list):
-        raise CheckpointError(f"`architectures` in `config.json` is {names!r}: not a list.")
+        raise CheckpointError(f"`architectures` in `config.json` is {names!r}: must be a list.")
     known = [name for name in class_names if name in map(str, names)]
     if raw.get("auto_map") and not known:
         raise UnsupportedModelError(
@@ -155,8 +156,8 @@ def check_class(model_class: Any, config: Any) -> None:
     if not has_flag and config.model_type not in _UNFLAGGED:
         why = _REASONS.get(config.model_type, "its class does not declare that it can")
         raise UnsupportedModelError(
-            f"Models of type `{config.model_type}` do not support a custom attention backend in "
-            f"Transformers: {why}."
+            f"`{config.model_type}` does not support a custom attention backend in Transformers: "
+            f"{why}."
         )
 
 
@@ -219,7 +220,8 @@ def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tenso
 
     Raises:
         UnsupportedModelError: the layers do not each make exactly one attention call, in order; a
-            sliding window differs from the configuration's; or the module fails on packed input.
+            sliding window differs from the configuration's; or the module fails on packed input,
+            or calls attention with arguments that we do not implement.
     """
     text = module.config.get_text_config()
     batch = _pack([(0, _random_tokens(text.vocab_size, BLOCK), [0])], device)
@@ -272,7 +274,7 @@ def _pack(
 
 def _check_windows(text: Any, windows: list[int | None]) -> None:
     """Raise `UnsupportedModelError` if the sliding window in a layer's attention call is not the
-    configuration's. (The self-check's sequences are too short to find such a window.)"""
+    configuration's. (The self-check's sequences are too short to find this.)"""
     max_len = getattr(text, "max_position_embeddings", None) or math.inf
 
     def effective(window: int | None) -> int | None:
@@ -283,7 +285,7 @@ def _check_windows(text: Any, windows: list[int | None]) -> None:
     types = getattr(text, "layer_types", None)
     if types is None:
         # Without a type per layer, the family may have a rule by which only some layers have
-        # windows. So the calls are trusted, unless a window is stated and no layer has one.
+        # windows. So the calls are trusted, unless a window is stated and no layer has a window.
         is_missing = stated is not None and not any(actual)
         types = ["sliding_attention" if w or is_missing else "full_attention" for w in actual]
     for layer, (kind, window) in enumerate(zip(types, actual, strict=True)):
@@ -300,7 +302,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
 
     Three sequences of random tokens run through the paged cache as in an engine, in ragged batches:
     prefill, decode, verify and rollback. Every row of logits must equal the row of a single plain
-    eager forward pass. With `probe` and `eager_logits` this costs six passes of a few tokens (0.15
+    eager forward pass. With `probe` and `eager_logits` these are eight passes of a few tokens (0.15
     s for the embedded model on one thread of a busy CPU). Sliding windows longer than 22 tokens are
     not tested.
 

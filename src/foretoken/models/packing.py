@@ -23,13 +23,13 @@ LinearCalls = list[tuple[nn.Linear, Tensor]]
 
 
 class PackedLinear(nn.Module):
-    """One of the frozen linear layers of a `_Pack`."""
+    """A linear layer with frozen weights that a `_Pack` holds and multiplies."""
 
     def __init__(self, pack: _Pack, index: int, linear: nn.Linear) -> None:
         super().__init__()
         self._pack, self._index = pack, index
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Some modules read the weight's dtype or shape. The numbers are in the pack.
+        # Some modules read the weight's dtype or shape. Its numbers are in the pack.
         self.weight = torch.empty_like(linear.weight, device="meta")
         self.bias = linear.bias
 
@@ -97,11 +97,11 @@ def observe_linears(module: nn.Module) -> Iterator[LinearCalls]:
 
 
 def pack_linears(module: nn.Module, calls: LinearCalls, backend: Backend) -> None:
-    """Replace linear layers of a module by packed layers, in place, if the backend gains by it.
+    """Replace linear layers of a module by packed layers, in place, if the backend becomes faster.
 
-    Only layers that a forward pass called exactly once are replaced, so no experts. Children of one
-    module that read the same tensor share one pack. A weight that is shared with an embedding also
-    stays in the embedding.
+    Only layers that a forward pass called exactly once are replaced, so experts are not. Children
+    of one module that read the same tensor share one pack. A weight that is shared with an
+    embedding also stays in the embedding.
 
     Args:
         calls: the linear layers' calls in one forward pass.

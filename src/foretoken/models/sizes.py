@@ -41,7 +41,7 @@ _TEXT_PARTS = ("text_config", "transformer_layer_config")
 # have default sizes of experts or vision layers that the model does not have.
 _ALLOWED_SIZE = 2**20
 _ALLOWED_LAYERS = 2**12
-_MODULE_BYTES = 30_000  # memory of a layer's modules without weights: GPT-2's; Qwen3's take 35 KB
+_MODULE_BYTES = 30_000  # of a layer's modules without weights, in GPT-2 (35 KB in Qwen3)
 _MAX_SIZE = 2**31 - 1
 _MAX_NAMES = 3  # in a message
 # Buffers that older versions of Transformers saved; a model computes them itself.
@@ -70,8 +70,8 @@ def stored_sizes(headers: Iterable[Mapping[str, Any]]) -> StoredSizes:
             start, end = entry["data_offsets"]
             is_plain = re.fullmatch("B?F(16|32|64)", entry["dtype"])
             numbers += math.prod(shapes[name]) if is_plain else 8 * (end - start)
-            if number := re.search(r"(?:^|\.)(\d+)\.", name):
-                layers.add(number[1])
+            if match := re.search(r"(?:^|\.)(\d+)\.", name):
+                layers.add(match[1])
     return StoredSizes(numbers, len(layers) or len(shapes), shapes)
 
 
@@ -116,7 +116,7 @@ def check_sizes(folder: Path, values: Mapping[str, Any], stored: StoredSizes | N
 
 
 def _sizes(values: Mapping[str, Any], is_text: bool = True) -> Iterator[tuple[str, int, bool]]:
-    """Yield (name, value, whether it belongs to the text model) for each size, also nested ones."""
+    """Yield (name, value, whether the text model has this size) for all sizes, at any depth."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _sizes(value, is_text and name in _TEXT_PARTS)
@@ -148,7 +148,7 @@ def check_numbers(
     # Twice as many numbers are allowed, because the weights may lack a tied output layer.
     if shapes and needed > max(2 * stored.numbers, _ALLOWED_SIZE):
         name = max(shapes, key=lambda name: math.prod(shapes[name]))
-        stored_shape = f", and is {[*stored.shapes[name]]} there" if name in stored.shapes else ""
+        stored_shape = f", but is {[*stored.shapes[name]]}" if name in stored.shapes else ""
         raise CheckpointError(
             f"`{config_file(folder)}` {_why_large(config, shapes[name], stored)}makes a model of "
             f"{needed} numbers, and the weights hold {stored.numbers}: `{name}` would be "
@@ -178,25 +178,23 @@ def check_room(
 
 
 def _why_large(config: Any, shape: Shape, stored: StoredSizes | None) -> str:
-    """The part of a message that names the field that makes a tensor of this shape so large; "" if
-    there is no such field.
-
-    It is the largest field that divides one of the shape's sizes, without sizes that stored tensors
-    have, too.
-    """
-    usual = {size for shape in stored.shapes.values() for size in shape} if stored else set[int]()
-    suspects = [size for size in shape if size not in usual]
+    """The part of a message that names the field that makes a tensor of this shape so large: the
+    largest field that divides one of the shape's sizes. "" if there is no such field. Sizes that
+    stored tensors have, too, are not considered."""
+    stored_shapes = stored.shapes.values() if stored else ()
+    usual = {size for stored_shape in stored_shapes for size in stored_shape}
+    unusual = [size for size in shape if size not in usual]
     fields = [
         (value, name)
         for name, value in config.to_dict().items()
         if type(value) is int and value > 1 and value not in usual
-        if any(size and size % value == 0 for size in suspects)
+        if any(size and size % value == 0 for size in unusual)
     ]
     return "gives `{1}` as {0}, which ".format(*max(fields)) if fields else ""
 
 
 def check_leftovers(module: nn.Module, names: Iterable[str], folder: Path) -> None:
-    """Warn of harmless tensors that the model does not have; raise `CheckpointError` for others.
+    """Raise `CheckpointError` for tensors that the model lacks; only warn of harmless tensors.
 
     Harmless are saved masks and RoPE frequencies, MTP layers after the model's last layer, and
     whole modules next to the model (a value head). A tensor inside one of the model's modules, such
@@ -253,13 +251,13 @@ def _innermost_module(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     The base model's prefix may be missing: `layers.0…` means `model.layers.0…`.
     """
     base = getattr(module, "base_model", module)
-    first = name.partition(".")[0]
-    parent = base if first not in dict(module.named_children()) else module
-    if parent is base and first not in dict(base.named_children()):
+    child_name = name.partition(".")[0]
+    parent = base if child_name not in dict(module.named_children()) else module
+    if parent is base and child_name not in dict(base.named_children()):
         return module, name
     while "." in name:
-        first, _, rest = name.partition(".")
-        child = dict(parent.named_children()).get(first)
+        child_name, _, rest = name.partition(".")
+        child = dict(parent.named_children()).get(child_name)
         if child is None:
             break
         parent, name = child, rest

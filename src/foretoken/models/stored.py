@@ -1,5 +1,5 @@
-"""Weights for a stack that keep the format of their file: what `gguf/weights.py` and
-`compressed.py` share."""
+"""A stack's weights in the format of their file: what `gguf/weights.py` and `compressed.py`
+share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from foretoken.ops.stack import (  # isort: skip
 class StoredWeights(ABC):
     """The weights of a checkpoint, by the names of Transformers' parameters: a `families.Source`.
 
-    Matrices are views of the file's memory map and keep the file's format. Norms and biases are
-    float32.
+    Matrices keep the file's format, as views of the file's memory map where possible. Norms and
+    biases are float32.
 
     Args:
         path: of the file or folder, for messages.
@@ -68,15 +68,15 @@ class StoredWeights(ABC):
         return Linear(Joined(parts) if len(parts) > 1 else parts[0], bias, split)
 
     def numbers(self, name: str) -> Tensor:
-        """A parameter as plain numbers. Stored floats keep their dtype; other numbers are decoded
-        to float32."""
+        """A parameter as plain numbers. A matrix of floats keeps its dtype; other matrices, norms
+        and biases become float32."""
         if name.endswith(("norm.weight", ".bias")):
             return self.tensor(name)
         return numbers_of(self.weight(name))
 
     def check_shapes(self, module: Any, stored: dict[str, Shape]) -> None:
-        """Raise `CheckpointError` unless `stored`, the stored parameters' shapes by name, are those
-        of the module's parameters."""
+        """Raise `CheckpointError` unless the parameters of the module and of the file (`stored`)
+        have the same names and shapes."""
         needed = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
         common = needed.keys() & stored.keys()
         problems = {
@@ -95,24 +95,24 @@ def check_finite_stack(path: Path, stack: Stack, *, blocks: bool) -> None:
         blocks: whether to check the scales of blocks outside of the embedding, too, which takes a
             second for 4 GB. Kernels that change the layout of blocks check these scales themselves.
     """
-    named = [("embedding", Linear(stack.embedding)), *linears(stack)]
-    for number, (name, linear) in enumerate(named):
+    matrices = [("embedding", Linear(stack.embedding)), *linears(stack)]
+    for index, (name, linear) in enumerate(matrices):
         for part in parts_of(linear.weight):
             if isinstance(part, Blocks):
-                is_finite = (not blocks and number > 0) or has_finite_scales(part.kind, part.rows)
+                is_finite = (not blocks and index > 0) or has_finite_scales(part.kind, part.rows)
             else:
-                numbers = part.values if isinstance(part, Dense) else part.scale_NG
-                is_finite = bool(torch.stack(numbers.aminmax()).isfinite().all())
+                values = part.values if isinstance(part, Dense) else part.scale_NG
+                is_finite = bool(torch.stack(values.aminmax()).isfinite().all())
             if not is_finite:
                 raise CheckpointError(
-                    f"A number of `{name}` in `{path}` (matrix {number} of {len(named)}, stored as "
-                    f"{format_of(part)}) is NaN or infinite: the weights are damaged. Download "
+                    f"A number of `{name}` in `{path}` (matrix {index} of {len(matrices)}, stored "
+                    f"as {format_of(part)}) is NaN or infinite: the weights are damaged. Download "
                     "them again."
                 )
 
 
 def numbers_of(weight: Dense | Blocks | Grouped) -> Tensor:
-    """The numbers of a weight as floats, decoded if they are stored in another format."""
+    """The numbers of a weight as floats, decoded from blocks or groups."""
     if isinstance(weight, Dense):
         return weight.values
     if isinstance(weight, Grouped):

@@ -31,34 +31,38 @@ _CONTEXT = 8  # tokens before a text that are encoded or decoded together with i
 
 
 def decode_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of the tokens `ids` after the tokens `before`. (Decoded alone, `ids` might lose
-    their first space.)"""
+    """The text of the tokens `ids` after the tokens `before`. The tokens `ids` are decoded alone
+    only if they change the text of `before`, because alone they might lose their first space."""
     context = before[-_CONTEXT:]
-    first, both = (
+    context_text, whole_text = (
         str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         for tokens in (context, [*context, *ids])
     )
-    return both[len(first) :] if both.startswith(first) else decode_after(tokenizer, [], ids)
+    if whole_text.startswith(context_text):
+        return whole_text[len(context_text) :]
+    return decode_after(tokenizer, [], ids)
 
 
 def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
-    """The token ids of a text after the tokens `before`, which stay as they are. (Encoded alone,
-    the text might get a space or a special token in front.)"""
+    """The token ids of a text after the tokens `before`, which stay as they are. The text
+    is encoded alone only if the tokens `before` would change, because alone it might get a space in
+    front."""
     context = tokenizer.decode(before[-_CONTEXT:])
-    first, both = (
+    context_ids, whole_ids = (
         list(tokenizer.encode(part, add_special_tokens=False)) for part in (context, context + text)
     )
-    if both[: len(first)] == first:
-        return both[len(first) :]
+    if whole_ids[: len(context_ids)] == context_ids:
+        return whole_ids[len(context_ids) :]
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def load_tokenizer(path_or_name: str | Path) -> Any:
-    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`); None if it has no tokenizer files.
+    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`); None if there is no tokenizer.
 
     Raises:
         CheckpointError: there is no such checkpoint, or the checkpoint's files cannot be read or
             make no tokenizer.
+        UnsupportedModelError: see `build_tokenizer`, for a GGUF file.
     """
     folder = resolve_checkpoint(path_or_name)
     if is_gguf(folder):
@@ -94,7 +98,7 @@ def _load_gguf_tokenizer(path: Path) -> Any | None:
 
 def _without_warning(tokenizer: Any | None) -> Any | None:
     """The same tokenizer, without Transformers' warning for texts longer than `model_max_length`.
-    The engine refuses such prompts with a more precise error."""
+    The engine refuses prompts that are too long with a more precise error."""
     if tokenizer is not None:
         tokenizer.deprecation_warnings[_TOO_LONG] = True
     return tokenizer
@@ -102,7 +106,7 @@ def _without_warning(tokenizer: Any | None) -> Any | None:
 
 def _find(folder: Path, patterns: tuple[str, ...]) -> list[str]:
     """Names of the folder's files that match, in the order of the patterns; `CheckpointError` if
-    the folder or one of these files cannot be read."""
+    the folder cannot be read, or for one of these files as in `has_file`."""
     with reading(folder):  # `glob` would treat an unreadable folder as empty
         names = sorted(path.name for path in folder.iterdir())
     matches = (name for pattern in patterns for name in fnmatch.filter(names, pattern))

@@ -1,7 +1,7 @@
 """The metadata of a GGUF file as the values of a `config.json`.
 
-A value that would change what the model computes is used or refused, never ignored. But GGUF files
-do not contain the sliding window of the first Mistral models, which llama.cpp ignores, too.
+A value that would change what the model computes is used or refused, never ignored. Only the
+sliding window of the first Mistral models is lost: GGUF files do not contain it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
 }
-"""By `general.architecture`. Each model type is a family in `families.py`."""
+"""The supported architectures by name. Each `model_type` is a family in `families.py`."""
 
 _MISTRAL = Architecture("mistral", "MistralForCausalLM")  # files of such models state `llama`
 # Settings that change what a model computes, each with the only supported value.
@@ -51,7 +51,7 @@ _SUPPORTED_VALUES = {
 }  # fmt: skip
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Control tokens that end an answer, as in llama.cpp. The metadata of a file names only one or two
-# of the tokens that end an answer of this model.
+# of the tokens that end an answer of its model.
 _ENDING_TOKENS = frozenset(
     """<|endoftext|> <|end_of_text|> <|im_end|> <|eot_id|> <|eom_id|> <|end|> <end_of_turn>
     <end_of_utterance> <EOT> <|EOT|>""".split()
@@ -62,7 +62,7 @@ _MAX_SIZE = 2**31 - 1
 _TOKENIZER = "tokenizer.ggml."
 
 _THETA = 10_000.0  # the default of llama.cpp and Transformers
-# RoPE of Llama 3.1, 3.2 and 3.3 as published, without `factor`, which differs between them.
+# RoPE of Llama 3.1, 3.2 and 3.3 as published, without `factor`, which differs from model to model.
 _LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
@@ -81,8 +81,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     """The content of the `config.json` that the same model has in Hugging Face's layout.
 
     Raises:
-        CheckpointError: a key is missing, has another type, is out of bounds, or contradicts the
-            tensors.
+        CheckpointError: a key is missing, or its value has another type, is out of bounds, or
+            contradicts the tensors or another value.
         UnsupportedModelError: the architecture or the value of a setting is not supported.
     """
     keys = Keys(file)
@@ -138,7 +138,7 @@ def generation_values(file: GgufFile) -> dict[str, Any]:
 
 def token_ids(file: GgufFile) -> dict[str, int | None]:
     """The ids of the tokens that begin, end and pad a text; None for a token that is not stated,
-    `CheckpointError` for an id that is not in the vocabulary."""
+    `CheckpointError` for a value that is not an id of the vocabulary."""
     keys = Keys(file)
     return {
         "bos_token_id": keys.token("bos_token_id"),
@@ -159,8 +159,8 @@ def _architecture(file: GgufFile, keys: Keys) -> Architecture:
     name = keys.architecture
     if (kind := file.metadata.get("general.type", "model")) != "model":
         raise UnsupportedModelError(
-            f"`{keys.path}` has {short_repr(kind)} as `general.type`: must be 'model'. Merge an "
-            "adapter into its model before converting the model to GGUF."
+            f"`{keys.path}` has {short_repr(kind)} as `general.type`: must be 'model'. If "
+            "the file is an adapter, merge it into its model before converting the model to GGUF."
         )
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -192,16 +192,16 @@ def _window(keys: Keys, architecture: Architecture) -> dict[str, Any]:
 
 
 def _vocabulary(file: GgufFile, keys: Keys, hidden: int) -> int:
-    """The number of tokens, which is that of the embedding's rows; `hidden` is the hidden size."""
+    """The number of the embedding's rows, checked against the metadata; `hidden`: hidden size."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(
-            f"`{file.path}` has no tensor `token_embd.weight`: it holds no model, or a part of one."
+            f"`{file.path}` has no tensor `token_embd.weight`: it holds no model, or only a part."
         )
     if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         raise CheckpointError(
-            f"`{file.path}` has `token_embd.weight` of shape {[*embedding.shape]}: must have 2 "
-            f"dimensions, the last of `embedding_length`, {hidden}."
+            f"`{file.path}` has `token_embd.weight` of shape {[*embedding.shape]}: must be a "
+            f"matrix with rows of {hidden} numbers, the `embedding_length`."
         )
     size = embedding.shape[0]
     if (stated := keys.whole("vocab_size", size)) != size:
@@ -220,14 +220,15 @@ def _biases(file: GgufFile, architecture: Architecture, layers: int) -> dict[str
 
     Transformers has one switch for the four linear layers of attention, and one for the three of
     the feed-forward part. So in each of these groups all biases must exist, or none.
+    (Qwen2 has no such switch: only its queries, keys and values must have biases.)
     """
     switches = {}
     groups = {
         "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
         "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
     }
-    for switch, parts in groups.items():
-        names = [f"blk.{i}.{part}.bias" for i in range(layers) for part in parts]
+    for switch, stems in groups.items():
+        names = [f"blk.{i}.{stem}.bias" for i in range(layers) for stem in stems]
         existing = [name for name in names if name in file.tensors]
         if architecture.has_qkv_bias and switch == "attention_bias":
             required = [name for name in names if "output" not in name]
@@ -240,8 +241,8 @@ def _biases(file: GgufFile, architecture: Architecture, layers: int) -> dict[str
             continue
         if existing != names or switch not in _BIAS_SWITCHES.get(architecture.model_type, ()):
             raise UnsupportedModelError(
-                f"`{file.path}` has {len(existing)} biases of {len(names)} such as "
-                f"`{existing[0]}`, which Transformers' `{architecture.model_type}` does not have."
+                f"`{file.path}` has {len(existing)} of {len(names)} possible biases, for example "
+                f"`{existing[0]}`: no `{architecture.model_type}` of Transformers has just these."
             )
         switches[switch] = True
     return switches
@@ -296,7 +297,8 @@ def rope_parameters(file: GgufFile, keys: Keys, head_dim: int) -> dict[str, Any]
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     """The parameters of RoPE type `llama3` from which Transformers computes the factors that the
-    file stores as a tensor; `UnsupportedModelError` if no published Llama 3 model has them."""
+    file stores as a tensor; type `default` if all factors are 1. `UnsupportedModelError` unless the
+    tensor holds the factors of a published Llama 3 model."""
     tensor = file.tensors[ROPE_FACTORS]
     if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
         raise UnsupportedModelError(
@@ -351,8 +353,8 @@ class Keys:
         return self._metadata.get(self._full(name), default)
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """The value of a key that must be an integer >= 1, or a list of equal such integers, one
-        per layer."""
+        """The value of a key that must be an integer in 1.._MAX_SIZE, or a list that repeats such
+        an integer for each layer."""
         value = self._required(name, default)
         if isinstance(value, list) and value:
             if any(item != value[0] for item in value):
@@ -363,8 +365,8 @@ class Keys:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """The value of a key that must be a number above 0. Of a float32 it is the shortest decimal
-        number: 0.1 instead of 0.10000000149."""
+        """The value of a key that must be a number above 0. A float32 is read as the shortest
+        decimal number: 0.1 instead of 0.10000000149."""
         value = self._required(name, default)
         if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
             self.raise_invalid(name, value, "a number above 0")
@@ -372,7 +374,7 @@ class Keys:
         return float(str(as_float32)) if float(as_float32) == value else float(value)
 
     def token(self, name: str) -> int | None:
-        """The token id at a key of the tokenizer; None if the file does not state one."""
+        """The token id at a key of the tokenizer; None if the file does not state an id."""
         value = self._metadata.get(_TOKENIZER + name)
         tokens = self._metadata.get(f"{_TOKENIZER}tokens")
         if value is None or value == 2**32 - 1:  # how llama.cpp writes that there is no such token
@@ -405,7 +407,6 @@ class Keys:
         value = self.get(name, default)
         if value is None:
             raise CheckpointError(
-                f"`{self.path}` has no key `{self._full(name)}`: it holds no model, or a part of "
-                "one."
+                f"`{self.path}` has no key `{self._full(name)}`: it holds no model, or only a part."
             )
         return value

@@ -26,7 +26,7 @@ _GGUF_IN_LAYER = {name: gguf for gguf, name in _IN_LAYER.items()}
 _GGUF_OUTSIDE = {name: gguf for gguf, name in _OUTSIDE.items()}
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""A tensor that is not a parameter of a module. `config.py` finds the type of RoPE from it."""
+"""A tensor that is not a parameter of a module. `config.py` finds the type of RoPE by it."""
 
 _PERMUTED = ("llama", "mistral3")  # architectures in which RoPE rotates neighbouring rows of a head
 
@@ -44,7 +44,8 @@ def parameter_name(name: str) -> str | None:
 
 
 def tensor_name(name: str) -> str | None:
-    """The name of a parameter's tensor in a file: the inverse of `parameter_name`."""
+    """The name of a parameter's tensor in a file, the inverse of `parameter_name`; None for a
+    parameter that is not known."""
     path, _, leaf = name.rpartition(".")
     if leaf not in ("weight", "bias"):
         return None
@@ -82,7 +83,7 @@ def row_order(architecture: str, name: str, values: Mapping[str, int]) -> NDArra
 
     Args:
         architecture: `general.architecture` of the file.
-        name: of the parameter in Transformers.
+        name: the parameter's name in Transformers.
         values: the configuration, with `num_attention_heads`, `num_key_value_heads`, `head_dim`.
     """
     match = re.search(r"\.self_attn\.([qk])_proj\.(weight|bias)$", name)

@@ -33,7 +33,7 @@ _SPECIAL_TOKENS = {
 }  # fmt: skip
 _OTHER_MODELS = {
     "bert": "WordPiece", "t5": "a unigram model", "rwkv": "RWKV's trie", "gemma4": "Gemma 4's BPE",
-    "plamo2": "PLaMo's", "none": "none at all",
+    "plamo2": "PLaMo's", "none": "no tokenizer",
 }  # fmt: skip
 _SPACE = "▁"  # SentencePiece's mark of a space
 
@@ -55,21 +55,21 @@ class WordRule(NamedTuple):
     digits: bool = False  # whether each digit is a word
     normaliser: Any = None  # applied to the text before it is split
     takes_words: bool = False  # whether a word that is a token becomes that token without merges
-    adds_bos: bool = False  # whether texts begin with `bos` if the file does not state it
+    adds_bos: bool = False  # whether texts begin with `bos` where the file does not say
 
     def pre_tokenizer(self, adds_space: bool) -> Any:
-        """The pre-tokenizer of `tokenizers` for this rule. `adds_space`: it adds a space before a
-        text that does not begin with a space."""
+        """The pre-tokenizer of `tokenizers` for this rule. `adds_space`: whether to add a space
+        before a text that does not begin with a space."""
         to_bytes = pre_tokenizers.ByteLevel(
             add_prefix_space=adds_space, use_regex=self.pattern is None
         )
         if self.pattern is not None:
-            words: Any = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
+            to_words: Any = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
         elif self.digits:
-            words = pre_tokenizers.Digits(individual_digits=True)
+            to_words = pre_tokenizers.Digits(individual_digits=True)
         else:
             return to_bytes
-        return pre_tokenizers.Sequence([words, to_bytes])
+        return pre_tokenizers.Sequence([to_words, to_bytes])
 
 
 _LLAMA = WordRule(_LLAMA_3, takes_words=True, adds_bos=True)
@@ -85,7 +85,7 @@ _WORD_RULES = {
     "starcoder": _DIGITS,
     "tekken": WordRule(_TEKKEN, takes_words=True, adds_bos=True),
 }
-"""By the names of `tokenizer.ggml.pre`."""
+"""The supported rules by the value of `tokenizer.ggml.pre`."""
 
 
 def build_tokenizer(file: GgufFile) -> Any | None:
@@ -110,11 +110,11 @@ def build_tokenizer(file: GgufFile) -> Any | None:
             "must be `gpt2` or `llama`. Give the folder or hub id of the model's original "
             "tokenizer as `tokenizer`."
         )
-    for is_special, types in ((True, (_CONTROL, _UNKNOWN)), (False, (_USER,))):
+    for is_special, added_types in ((True, (_CONTROL, _UNKNOWN)), (False, (_USER,))):
         added = [
             AddedToken(token, normalized=False, special=is_special)
-            for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
-            if kind in types and token
+            for token, token_type in zip(vocabulary.tokens, vocabulary.types, strict=True)
+            if token_type in added_types and token
         ]
         backend.add_tokens(added)
     return _wrap(backend, vocabulary, adds_bos)
@@ -122,15 +122,15 @@ def build_tokenizer(file: GgufFile) -> Any | None:
 
 def _wrap(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any:
     """The tokenizer in Transformers' wrapper, with special tokens and chat template. `adds_bos`:
-    whether texts begin with the token `bos` if the file does not state it."""
+    whether texts begin with the token `bos` where the file does not say."""
     from transformers import PreTrainedTokenizerFast
 
-    special = {name: vocabulary.special_token(key) for name, key in _SPECIAL_TOKENS.items()}
-    adds_bos = adds_bos and special["bos_token"] is not None
+    tokens = {name: vocabulary.special_token(key) for name, key in _SPECIAL_TOKENS.items()}
+    adds_bos = adds_bos and tokens["bos_token"] is not None
     adds_bos = vocabulary.value("add_bos_token", bool, adds_bos)
     adds_eos = vocabulary.value("add_eos_token", bool, False)
     for name, is_added in (("bos_token", adds_bos), ("eos_token", adds_eos)):
-        if is_added and special[name] is None:
+        if is_added and tokens[name] is None:
             raise CheckpointError(
                 f"`{vocabulary.path}` gives `{_KEY}add_{name}` as true: must be false in a file "
                 f"without `{_KEY}{name}_id`."
@@ -140,7 +140,7 @@ def _wrap(backend: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> Any:
         add_bos_token=adds_bos,
         add_eos_token=adds_eos,
         clean_up_tokenization_spaces=False,
-        **{name: token for name, token in special.items() if token is not None},
+        **{name: token for name, token in tokens.items() if token is not None},
     )
     if template := _chat_template(vocabulary):
         tokenizer.chat_template = template
@@ -160,27 +160,27 @@ class _Vocabulary:
         self.types: list[int] = self.array("token_type", int) or [_NORMAL] * count
         if len(self.types) != count:
             raise CheckpointError(
-                f"`{self.path}` has {len(self.types)} types of {count} tokens: must be as many."
+                f"`{self.path}` has {len(self.types)} types of {count} tokens: must have {count}."
             )
 
-    def value(self, name: str, kind: type, default: Any) -> Any:
-        """The value of a key, which must be of type `kind`; `default` if the key is missing."""
+    def value(self, name: str, value_type: type, default: Any) -> Any:
+        """The value of a key, which must be of this type; `default` if the key is missing."""
         value = self.metadata.get(_KEY + name, default)
-        if type(value) is not kind:
+        if type(value) is not value_type:
             raise CheckpointError(
                 f"`{self.path}` gives `{_KEY}{name}` as {short_repr(value)}: must be of type "
-                f"{kind.__name__}."
+                f"{value_type.__name__}."
             )
         return value
 
-    def array(self, name: str, kind: type) -> list[Any]:
-        """The items of an array of type `kind`; empty if there is no such array."""
+    def array(self, name: str, item_type: type) -> list[Any]:
+        """The items of an array, which must be of this type; empty if there is no such key."""
         items = self.metadata.get(_KEY + name, [])
         # The format stores one type per array, so the first item shows the type of all.
-        if not isinstance(items, list) or (items and type(items[0]) is not kind):
+        if not isinstance(items, list) or (items and type(items[0]) is not item_type):
             raise CheckpointError(
                 f"`{self.path}` gives `{_KEY}{name}` as {short_repr(items)}: must be an array of "
-                f"{kind.__name__}."
+                f"{item_type.__name__}."
             )
         return items
 
@@ -203,14 +203,14 @@ class _Vocabulary:
 
     def ids(self) -> dict[str, int]:
         """The id of each token, without tokens of type `unused`."""
-        kinds = zip(self.tokens, self.types, strict=True)
-        used = [(token, i) for i, (token, kind) in enumerate(kinds) if kind != _UNUSED]
+        pairs = enumerate(zip(self.tokens, self.types, strict=True))
+        used = [(token, i) for i, (token, token_type) in pairs if token_type != _UNUSED]
         ids = dict(used)
         if len(ids) != len(used):
             counts = Counter(token for token, _ in used)
             repeated = next(token for token, count in counts.items() if count > 1)
             raise CheckpointError(f"`{self.path}` has the token {short_repr(repeated)} twice.")
-        for key in _SPECIAL_TOKENS.values():  # special tokens count, even if of type `unused`
+        for key in _SPECIAL_TOKENS.values():  # special tokens need ids, even of type `unused`
             if (token := self.special_token(key)) is not None and token not in ids:
                 ids[token] = self.tokens.index(token)
         return ids
@@ -226,7 +226,7 @@ def _bpe(vocabulary: _Vocabulary, ids: dict[str, int], merges: Any, **options: A
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """A byte-level BPE tokenizer, and whether it adds `bos` if the file does not state it."""
+    """A byte-level BPE tokenizer, and whether texts begin with `bos` if the file does not say."""
     name = vocabulary.value("pre", str, "default")
     rule = _WORD_RULES.get(name)
     if rule is None:
@@ -256,19 +256,19 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """A tokenizer with SentencePiece's BPE, and whether it adds `bos` if the file does not state
-    it.
+    """A tokenizer with SentencePiece's BPE, and whether texts begin with `bos` where the file does
+    not say.
 
     Of all neighbouring pairs, the pair with the best score is merged first. Unknown characters are
-    encoded as bytes. A space is added before a text, and before each part of the text after a
-    special token, as in SentencePiece and llama.cpp.
+    encoded as bytes. Unless `add_space_prefix` is false, a space is added before a text, and before
+    each part of the text after a special token, as in SentencePiece and llama.cpp.
     """
     ids = vocabulary.ids()
     scores = vocabulary.array("scores", float)
     if len(scores) != len(vocabulary.tokens):
         raise CheckpointError(
             f"`{vocabulary.path}` has {len(scores)} scores of {len(vocabulary.tokens)} tokens: "
-            "must be as many."
+            f"must have {len(vocabulary.tokens)}."
         )
     unknown = vocabulary.special_token("unknown_token_id")
     merges = merges_by_score(vocabulary.tokens, vocabulary.types, scores)
@@ -291,8 +291,8 @@ def merges_by_score(
 ) -> list[tuple[str, str]]:
     """The merges that SentencePiece's scores imply: all pairs of tokens that form another token.
 
-    The order is that of Transformers: by the score of the token that is formed (highest first),
-    then by the lengths of both parts (longest first), then by the ids of the parts.
+    The order is that of Transformers: by the score of the formed token (highest first), then by the
+    length of the left part, then of the right part (longest first), then by the formed token's id.
     """
     mergeable_types = (_NORMAL, _USER)
     ids = {token: i for i, token in enumerate(tokens) if types[i] in mergeable_types}
@@ -313,7 +313,7 @@ def merges_by_score(
 
 def _chat_template(vocabulary: _Vocabulary) -> Any:
     """The text of the chat template; a dict of texts by name if there are several; None if the file
-    has none."""
+    has no chat template."""
     default = vocabulary.metadata.get("tokenizer.chat_template")
     prefix = "tokenizer.chat_template."
     named = {

@@ -25,7 +25,7 @@ class GgufWeights(StoredWeights):
 
     Args:
         module: Transformers' module of the model. `CheckpointError` or `UnsupportedModelError` if
-            its parameters are not those of the file.
+            the module's parameters are not those of the file.
     """
 
     def __init__(self, file: GgufFile, module: Any) -> None:

@@ -290,5 +290,5 @@ def cases(**given: Any) -> list[BenchCase]:
 
 def test_sweeps_of_a_server_that_takes_no_wishes() -> None:
     assert [case.name for case in cases(temperature=[0.0, 1.0])] == ["server, T=0", "server, T=1"]
-    with pytest.raises(ConfigError, match=r"`sweep` is 'k=\.\.\.': must be of temperature"):
+    with pytest.raises(ConfigError, match=r"`sweep` is 'k=\.\.\.': must be one of temperature"):
         cases(k=[2])

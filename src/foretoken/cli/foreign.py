@@ -50,7 +50,7 @@ class ServeCommand(TyperCommand):
 
 
 def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
-    """The options that only vLLM has: values that the engine checks, names without effect here.
+    """Options that only vLLM has: values for the engine to check, and names without effect here.
 
     Raises:
         ConfigError: an option would have an effect that is not supported.

@@ -145,7 +145,7 @@ def _remarks(bench: Bench, rows: Sequence[Row]) -> list[str]:
         if isinstance(limit, int) and 0 < together < limit:
             remarks.append(
                 f"{row.case}: in a run at most {together:g} of {limit} requests decoded together; "
-                "its figures of steps are of such steps."
+                "step figures are of these smaller batches."
             )
         lag, ttft = _number(row, "send_lag_ms"), _number(row, "ttft_ms")
         offered, sent = (_number(row, f"{k}_requests_per_second") for k in ("offered", "sent"))
@@ -324,7 +324,7 @@ def _positions(rows: Sequence[Row], colours: Colours) -> str:
             if points:
                 series.append(Series(name, points, colours[name], dashed=kind == "conditional"))
     title = f"Drafts accepted, by position ({_load(rows[0])})"
-    note = "Solid: of all drafts there. Dashed: of those before which every draft was accepted."
+    note = "Solid: of all drafts. Dashed: of the drafts with all earlier drafts accepted."
     axes = Axes("position of the draft", "share accepted")
     return line_chart(title, axes, series, note=note)
 

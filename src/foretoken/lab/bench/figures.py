@@ -51,13 +51,13 @@ UNITS = {
     "decode_ms_per_token": "ms per token of a request",
     "read_gb": "GB per decode step, at least",
     "share_of_floor": "floor / step",
-    "speedup": "x, tokens/s to plain",
-    "tpot_speedup": "x, TPOT of plain to this",
-    "e2e_speedup": "x, E2E of plain to this",
+    "speedup": "x, tokens/s relative to plain decoding",
+    "tpot_speedup": "x, TPOT of plain decoding relative to this",
+    "e2e_speedup": "x, E2E of plain decoding relative to this",
 }
 POSITIONS = {
-    "unconditional_at_": "accepted, with all before it / drafted",
-    "conditional_at_": "accepted / tested; a draft is tested if all before it are accepted",
+    "unconditional_at_": "accepted with all drafts before it / drafted",
+    "conditional_at_": "accepted / tested; a draft is tested if all drafts before it are accepted",
     "length_share_": "verifications that gave so many tokens / all",
 }
 """Prefixes of figures that are numbered 1, 2, .., and their units."""

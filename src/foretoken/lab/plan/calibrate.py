@@ -420,7 +420,7 @@ class Calibration:
         return PromptCosts([*by_tokens], nearest_rising([*by_tokens.values()]), pair_seconds)
 
     def _acceptance(self) -> tuple[float, ...] | None:
-        """Chances that a draft and all before it are accepted; None if not measured on a text."""
+        """Chances that a draft and all before it are accepted; None without drafts on a text."""
         metrics = self._engine.metrics
         if not metrics.num_drafts or metrics.num_synthetic_drafts or not self._text:
             return None
@@ -472,7 +472,7 @@ def _mean(seconds: Sequence[float]) -> float:
 def nearest_rising(values: Sequence[float]) -> list[float]:
     """The nearest non-decreasing numbers (pool adjacent violators).
 
-    More drafts or tokens never take less time: measurements in which they do were disturbed.
+    More drafts or tokens never take less time: where measurements fall, they were disturbed.
     """
     pools = list[tuple[float, int]]()
     for value in values:

@@ -182,9 +182,9 @@ def _check_seconds(name: str, values: Any, *shape: int) -> None:
 def smooth(x: Sequence[float], y_NX: Array, new_x: Array) -> Array:
     """Values [N, W] at `new_x` [W], on N monotone cubic curves through points (x, y_NX).
 
-    A curve rises where its points rise, and falls where they fall (Fritsch and Butland 1984, ends
-    as in Moler 2004). Outside the points it is constant. Between K=3 and K=7 of a published EAGLE-3
-    table the curve is 1.2 % off, a straight line 3 %.
+    A curve rises where its points rise, and falls where they fall (Fritsch and Butland 1984, slopes
+    at the ends as in Moler 2004). Outside the points it is constant. Between K=3 and K=7 of a
+    published EAGLE-3 table the curve is 1.2 % off, a straight line 3 %.
     """
     x_X, x_W = np.asarray(x, dtype=float), np.clip(np.asarray(new_x, dtype=float), x[0], x[-1])
     if len(x_X) < 3:
@@ -352,8 +352,8 @@ _STATED = ("rate", "rates", "length")
 class Acceptance:
     """The chances that the first 1, 2, .. drafts are all accepted.
 
-    They are stated as a rate or a length at the largest K, with the decay of synthetic acceptance,
-    as a rate for each position, or in a file.
+    They are stated as a mean rate or a mean length at the largest K, with the decay of synthetic
+    acceptance, as a rate for each position, or in a file.
 
     rates: the known chances, for 1, 2, .. drafts
     lengths: in place of rates: mean tokens of a round, bonus included, by K

@@ -336,8 +336,8 @@ class _Run:
         self._fleet, self._random = fleet, np.random.default_rng(seed)
         self._engines, self._count = arrival_EN.shape
         self._now_E = np.zeros(self._engines)
-        # Numbers of requests that have got a slot, that have one, and that ended in the last step
-        # (a step that was launched ahead contains them).
+        # Numbers of requests that ever got a slot, that have a slot now, and that ended in the last
+        # step (a step that was launched ahead still computes them).
         self._admitted_E, self._active_E, self._ended_E = np.zeros((3, self._engines), np.int64)
         self._launch_E = np.zeros(self._engines)  # latest arrival that joins the next step
         self._next_E = arrival_EN[:, 0].copy()  # arrival of the next request to get a slot

@@ -150,7 +150,7 @@ def test_a_batch_that_never_decoded_whole_is_told(
         monkeypatch.setitem(bench.measured, key, Measured([figures(run, None, {})]))
         found = results(bench, "foretoken bench")
         assert found is not None
-        note = "concurrency 3, plain: in a run no more than 2 of 3 requests ever decoded together"
+        note = "concurrency 3, plain: in a run at most 2 of 3 requests decoded together"
         assert any(line.startswith(note) for line in found.notes) == (together < 3)
 
 

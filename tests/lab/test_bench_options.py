@@ -165,7 +165,7 @@ def test_prompts_are_as_long_as_asked_and_differ() -> None:
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 4, rel=0.1)
     text = made(PromptSource(text="abcd" * 30), size="10").requests(Load(1), 0, 3)
     assert {len(one.prompt) for _, one in text} == {40}
-    with pytest.raises(ConfigError, match="`input_len` is 24: must be at most 3, the tokens"):
+    with pytest.raises(ConfigError, match="`input_len` is 24: must be at most 3 for this text"):
         made(PromptSource(range(3)))
 
 
@@ -226,16 +226,16 @@ def test_datasets_in_common_shapes(tmp_path: Path) -> None:
         [{"role": "user", "content": "a"}],
     ]  # fmt: skip
     (note,) = found.notes
-    assert note.startswith("x.jsonl: 9 of 12 requests were left out: line 2: ")
+    assert note.startswith("x.jsonl: 9 of 12 entries were left out: line 2: ")
     assert "line 6: not an object" in note
     other = read_dataset(str(array))
     assert other.items == found.items
-    assert other.notes == ["x.json: 1 of 4 requests were left out: entry 4: not an object."]
+    assert other.notes == ["x.json: 1 of 4 entries were left out: entry 4: not an object."]
     workload = Workload(found, ((1, 1), (9, 9)), 0)
     asked = [request for _, request in workload.requests(Load(1), 0, 6)]
     assert sorted(one.num_output for one in asked) == [3, 3, 9, 9, 9, 9]
     lines.write_text("\n".join(WRONG))
-    with pytest.raises(ConfigError, match=r"must be a dataset with a request in it\. The first is"):
+    with pytest.raises(ConfigError, match=r"a dataset with a request in it\. The first error"):
         read_dataset(str(lines))
     with pytest.raises(ConfigError, match=r"`prompts` is .*: must be `heldout`"):
         read_text(str(tmp_path / "none"))

@@ -117,7 +117,7 @@ def test_a_run_ends_without_answers() -> None:
 
     asked = [(0.0, BenchRequest("x", 1, i)) for i in range(50)]
     case = engine_cases({}, 0.0, None, compare=True)[0][0]
-    for act, failed, why in ((refuse, MOST_FAILURES, "the last one so: no"), (gone, 1, "gone")):
+    for act, failed, why in ((refuse, MOST_FAILURES, "the last because: no"), (gone, 1, "gone")):
         run = Run()
         asyncio.run(drive(Scripted(act), case, Load(1), asked, run))
         assert (len(run.done), len(run.failed)) == (2, failed)
@@ -193,7 +193,7 @@ def test_a_first_run_that_was_cut_is_partial() -> None:
     (row,) = found.rows
     assert (row.labels["partial"], row.values["requests"].median) == (True, 2)  # type: ignore[union-attr]
     assert "(partial)" in as_text(tables(found.rows)["Speed"])
-    assert any(note.startswith("Partial, of a run") for note in found.notes)
+    assert any(note.startswith("Partial figures, of a run") for note in found.notes)
     assert "Failed requests: 1: no connection" in found.notes
 
 
@@ -221,7 +221,7 @@ def test_failed_requests_are_counted_and_end_with_an_error() -> None:
             raise RequestFailedError("status 500")
 
     _, bench = scripted(act, url="http://x", bandwidth=None)
-    with pytest.raises(ConfigError, match="12 requests failed; most so: status 500"):
+    with pytest.raises(ConfigError, match="12 requests failed, most because: status 500"):
         asyncio.run(bench.run())
     found = results(bench, "foretoken bench")
     assert found is not None

@@ -160,7 +160,7 @@ def test_without_usage_pieces_are_counted_and_fields_that_are_refused_are_left_o
         await server.send(BenchRequest("x", 9, 5), CASE, record)
         assert (record.num_output, record.num_input) == (2, 0)
         assert "ignore_eos" not in fake.bodies[0]
-        assert any("before their length" in note for note in server.notes)
+        assert any("too short" in note for note in server.notes)
 
     run(work, Fake(pieces=[*STREAM, "data: [DONE]\n\n"]))
 
@@ -211,12 +211,12 @@ def test_counts_of_a_server() -> None:
         ([*STREAM], "broke off"),
         ([event("a"), "data: {broken\n\n"], "broke off or is no HTTP: Expecting"),
         (["data: 3\n\n"], "no object"),
-        ([event("a", usage="x")], "no completion in its stream: .*usage"),
-        ([event("a", usage={"completion_tokens": "abc"})], "no completion in its stream"),
-        ([event("a", usage={"completion_tokens": -3})], "no completion in its stream"),
-        (['data: {"choices": ["x"]}\n\n'], "no completion in its stream"),
-        (['data: {"choices": [{"delta": "x"}]}\n\n'], "no completion in its stream"),
-        (['data: {"choices": 3}\n\n'], "no completion in its stream"),
+        ([event("a", usage="x")], "no completion in the stream: .*usage"),
+        ([event("a", usage={"completion_tokens": "abc"})], "no completion in the stream"),
+        ([event("a", usage={"completion_tokens": -3})], "no completion in the stream"),
+        (['data: {"choices": ["x"]}\n\n'], "no completion in the stream"),
+        (['data: {"choices": [{"delta": "x"}]}\n\n'], "no completion in the stream"),
+        (['data: {"choices": 3}\n\n'], "no completion in the stream"),
         (['data: {"error": "too hot"}\n\n'], "too hot"),
         ([END, "data: [DONE]\n\n"], "without a token"),
         (b"SSH-2.0-OpenSSH\r\n\r\n", "no status line"),
@@ -290,5 +290,5 @@ def cases(**given: Any) -> list[BenchCase]:
 
 def test_sweeps_of_a_server_that_takes_no_wishes() -> None:
     assert [case.name for case in cases(temperature=[0.0, 1.0])] == ["server, T=0", "server, T=1"]
-    with pytest.raises(ConfigError, match=r"`sweep` is 'k=\.\.\.': must be of temperature"):
+    with pytest.raises(ConfigError, match=r"`sweep` is 'k=\.\.\.': must be one of temperature"):
         cases(k=[2])

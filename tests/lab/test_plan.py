@@ -395,9 +395,9 @@ def test_the_command_reports_and_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["another-model"], "left out beside a profile"),
-        (["--max-num-seqs", 4], "left out beside a profile"),
-        (["--no-speculation"], "left out beside a profile"),
+        (["another-model"], "left out: the profile is of"),
+        (["--max-num-seqs", 4], "left out: the profile is of"),
+        (["--no-speculation"], "left out: the profile is of"),
         (["--temperature", 0.7], "no steps are timed"),
         (["--batch-size", 9], "max_num_seqs"),
         (["--input-len", 600], "at most 512"),

@@ -99,7 +99,7 @@ def test_acceptance_in_every_way(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("a: {1: 2.5}", "bonus"),
-        ("{rate: 0.5, length: 2.0}", "no other beside"),
+        ("{rate: 0.5, length: 2.0}", "exactly one of"),
         ("{rates: [0.5, 0.6]}", "cannot rise"),
         ("{length: 9}", r"in \[1, 5\]"),
         ("rows: []", "unconditional_at_1"),
@@ -110,7 +110,7 @@ def test_acceptance_in_every_way(tmp_path: Path) -> None:
         ("rows: [{values: {unconditional_at_1: 7.0}}]", r"unconditional_at_1` is 7.0.* in \[0, 1"),
         ("rows: [{values: {unconditional_at_1: {median: x}}}]", "unconditional_at_1` is 'x'"),
         ("rows: [{values: {unconditional_at_1: {mean: 1}}}]", "unconditional_at_1` is None"),
-        ("- 1", "left out"),
+        ("- 1", "the file has none"),
         ("a: [", "JSON or YAML"),
     ],
 )

@@ -56,7 +56,7 @@ BENCH_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")),
     "enable_prefix_caching": False,
 }
-# For each kind of audit without an engine: the options of engines and requests that it reads.
+# For each audit without an engine: the options of engines and requests that the audit reads.
 READ_BY_AUDIT: dict[tuple[str, ...], Set[str]] = {
     **dict.fromkeys([("callable",), ("gallery",)], frozenset[str]()),
     ("operators",): {"backend", "device"},
@@ -87,7 +87,7 @@ def _print_version(is_given: bool) -> None:
 
 Version = Annotated[
     bool,
-    typer.Option("--version", is_eager=True, callback=_print_version, help="Print it and exit."),
+    typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version."),
 ]
 
 

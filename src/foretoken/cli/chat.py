@@ -29,7 +29,7 @@ def read_messages(message: str | None, system: str | None) -> list[Any]:
             will type messages later.
 
     Raises:
-        RequestError: a text is not UTF-8, or a list of messages is not JSON.
+        RequestError: a text is not UTF-8, standard input is closed, or messages are no JSON list.
     """
     messages: list[Any] = []
     if system is not None:
@@ -39,7 +39,7 @@ def read_messages(message: str | None, system: str | None) -> list[Any]:
     text = read_input("message") if message == "-" else as_utf8("message", message)
     if message != "-" or not re.match(r"\s*(\[\s*[{\]]|\{\s*\"role\")", text):
         return [*messages, {"role": "user", "content": text}]
-    bound = "a JSON list of messages, since it begins as one or as a message"
+    bound = "a JSON list of messages, since the text begins like JSON"
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:
@@ -62,7 +62,7 @@ def find_template(llm: LLM, source: str | None) -> ChatTemplate:
     """The chat template: `source`, which is Jinja text or a name, or the tokenizer's default.
 
     Raises:
-        RequestError: the tokenizer has no template.
+        RequestError: the tokenizer has no template (of this name), or the template is not valid.
     """
     from foretoken.models.chat import ChatTemplate
 
@@ -79,7 +79,7 @@ class Conversation:
     """A conversation typed on a terminal, or read from standard input, one message per line.
 
     Args:
-        messages: the messages with which it begins, also after each /reset.
+        messages: the first messages, also after each /reset.
         json_output: print a JSON object per answer.
     """
 

@@ -1,7 +1,7 @@
 """The command line of `vllm serve`, where it differs from ours.
 
-Some options of vLLM are ours in another spelling, and some take several values. The values that
-other options of vLLM may have are in `foretoken/foreign.py`. `--help` shows none of them.
+Some options of vLLM are ours in another spelling, and some options take several values. The values
+of options that only vLLM has are in `foretoken/foreign.py`. `--help` shows no option of vLLM.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ServeCommand(TyperCommand):
     """A command that also takes what `vllm serve` takes."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse our options, and keep the values of vLLM's others for `foreign_options`."""
+        """Parse our options; keep values of options that only vLLM has for `foreign_options`."""
         line = _Line(args, [param for param in self.params if isinstance(param, TyperOption)])
         if line.error:
             ctx.fail(line.error)
@@ -50,7 +50,7 @@ class ServeCommand(TyperCommand):
 
 
 def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
-    """The options that only vLLM has: values that the engine checks, names without effect here.
+    """Options that only vLLM has: values for the engine to check, and names without effect here.
 
     Raises:
         ConfigError: an option would have an effect that is not supported.

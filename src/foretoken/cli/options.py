@@ -103,7 +103,7 @@ def fields_given(cls: type, options: dict[str, Any], also: Set[str] = _NONE) -> 
     """The values of a dataclass's fields that the options of a command give, by field name.
 
     Raises:
-        RequestError: a text is not UTF-8, or a map is not JSON.
+        RequestError: a text is not UTF-8, or a map is no JSON object with the right keys.
     """
     values = {}
     for field in _option_fields(cls, also):
@@ -162,18 +162,18 @@ def _help(field: Field[Any], text: str) -> str:
 def _annotation(field: Field[Any], text: str) -> Any:
     """The annotation of a field's option for Typer, from the text of the field's annotation."""
     option = "--" + field.name.replace("_", "-")
-    kinds = re.findall(r"\b(str|int|float|bool)\b", str(field.type))
+    names = re.findall(r"\b(str|int|float|bool)\b", str(field.type))
     if _is_map(field):
         return Annotated[str | None, typer.Option(option, metavar="JSON", help=text)]
     if _is_text(field):
         return Annotated[str | None, typer.Option(option, help=text)]
     if re.search(r"(list|tuple|Sequence)\[", str(field.type)):
-        items = list[int] if kinds[0] == "int" else list[str]
+        items = list[int] if names[0] == "int" else list[str]
         return Annotated[items | None, typer.Option(option, help=f"{text} May be repeated.")]
-    kind = {"int": int, "float": float, "bool": bool}.get(kinds[0], str)
-    if kind is bool and field.default is False:
+    value_type = {"int": int, "float": float, "bool": bool}.get(names[0], str)
+    if value_type is bool and field.default is False:
         return Annotated[bool, typer.Option(option, help=text)]  # no --no-option
-    return Annotated[kind | None, typer.Option(help=text)]
+    return Annotated[value_type | None, typer.Option(help=text)]
 
 
 def _is_map(field: Field[Any]) -> bool:

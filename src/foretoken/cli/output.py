@@ -95,7 +95,7 @@ def exit_code(output: RequestOutput) -> int:
 
 
 class _SamplePrinter:
-    """Prints the samples of a request in order: each while it grows, then the next one."""
+    """Prints the samples of a request in order: a sample while it grows, then the next sample."""
 
     def __init__(self, count: int, painter: Painter | None) -> None:
         self._painter = painter
@@ -228,7 +228,7 @@ class Painter:
         return painted
 
     def _ends_of(self, prompt_ids: list[int], sample: CompletionOutput) -> list[int]:
-        """For each token of a sample, the index in the text where the token's characters end."""
+        """For each token of a sample, where its characters end in the text; 0 without tokenizer."""
         ends = self._ends.setdefault(sample.index, [])
         if self._tokenizer is None:
             return [0] * len(sample.token_ids)

@@ -38,7 +38,7 @@ _escaped: list[str] = []  # the encoding of an output in which a character had t
 
 
 def prepare() -> None:
-    """Make the standard streams safe to use, even if the process got them closed.
+    """Make the standard streams safe to use, even if some of them are closed.
 
     Characters that an output cannot encode are escaped, and a message at the end says so.
     """
@@ -102,7 +102,7 @@ def _decoded(field: str, data: bytes) -> str:
 
 @contextmanager
 def reporting(debug: bool = False) -> Iterator[Note]:
-    """Turn a failure into one message and an exit code.
+    """Turn a failure into one message and an exit code; with `debug`, errors are raised.
 
     Yields a function that takes a line about the work done, for the message after Ctrl-C.
     """

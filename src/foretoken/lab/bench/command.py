@@ -34,23 +34,23 @@ _SPEEDUPS = {
     "speedup": "output_tokens_per_second", "tpot_speedup": "tpot_ms", "e2e_speedup": "e2e_ms"
 }  # fmt: skip
 _NOTES = (
-    "Every figure is one number per run, and its spread is over the repeats. Cases take turns, and "
-    "who goes first changes with each repeat; warm-up is left out.",
-    "Of each request: TTFT from when it was due to its first tokens, E2E to its last, TPOT the "
-    "time between the two over the tokens behind the first piece, ITL between pieces of the "
-    "answer, each with all tokens of a step. Means are over the requests of a run, percentiles "
-    "over those of all repeats, if there are enough to tell; of ITL over all gaps.",
-    "unconditional_at_i: of the i-th drafts, how many were accepted with all before them. "
-    "conditional_at_i: the same of those that were tested, since all before them were accepted. "
-    "length_share_i: of all verifications, how many gave i tokens.",
+    "Every figure is one number per run, and its spread is over the repeats. Cases take turns, in "
+    "an order that is reversed with each repeat; warm-up is left out.",
+    "TTFT: from when a request is due to its first piece of answer; E2E: to the last piece. TPOT: "
+    "(E2E - TTFT) / tokens after the first piece. ITL: time between two pieces; a piece has all "
+    "tokens of a step. Means are over the requests of a run, percentiles over the requests of all "
+    "repeats, if there are enough requests; figures of ITL are over all gaps.",
+    "unconditional_at_i: share of the i-th drafts that were accepted with all drafts before them. "
+    "conditional_at_i: share of accepted drafts among the i-th drafts with all drafts before them "
+    "accepted. length_share_i: share of verifications that gave i tokens.",
 )
 _ENGINE_NOTES = (
-    "step_ms = draft_ms + target_ms + verify_ms + host_gap_ms, means over the steps in which no "
-    "request computes its prompt and, at a fixed concurrency, the whole of it decodes, each from "
-    "the end of the step before, from the engine's own trace. verify is sampling and the "
-    "verification rule. The host gap is what no device phase covers.",
+    "step_ms = draft_ms + target_ms + verify_ms + host_gap_ms: means over the steps in which no "
+    "request computes its prompt and, at a fixed concurrency, all requests decode. A step begins "
+    "at the end of the previous step; times are from the engine's trace. verify is sampling and "
+    "the verification rule. The host gap is what no device phase covers.",
     "read_gb: the target's weights once and the K/V of all contexts, and the same of a draft model "
-    "or an EAGLE-3 head for each draft pass. floor_ms is that over the bandwidth; weights that "
+    "or an EAGLE-3 head for each draft pass. floor_ms is read_gb over the bandwidth; weights that "
     "stay in a cache are read faster.",
 )
 
@@ -74,7 +74,7 @@ def _rows(bench: Bench) -> list[Row]:
 
 
 def _plain_of(bench: Bench, load: Load, case: BenchCase) -> list[dict[str, float]] | None:
-    """Figures of plain decoding with the case's engine and temperature; None if not measured."""
+    """Plain decoding with the case's engine and temperature; None if plain or not measured."""
     if case.plain:
         return None
     group = next(group for group in bench.groups if case in group)
@@ -98,20 +98,18 @@ def _speedups(
     """Speed-ups over plain decoding, repeat by repeat; an interrupted last repeat is left out."""
     return [
         {
-            name: after[figure] / before[figure]
-            if name == "speedup"
-            else before[figure] / after[figure]
+            name: ours[figure] / base[figure] if name == "speedup" else base[figure] / ours[figure]
             for name, figure in _SPEEDUPS.items()
-            if before.get(figure) and after.get(figure)
+            if base.get(figure) and ours.get(figure)
         }
-        for before, after in zip(plain, drafted, strict=False)
+        for base, ours in zip(plain, drafted, strict=False)
     ]
 
 
 def results(bench: Bench, command: str, notes: Sequence[str] = ()) -> Results | None:
     """All measurements up to now in the shared schema; None if there are no measurements.
 
-    notes: lines that follow the notes about the meaning of the figures
+    notes: further lines, which follow all other notes
     """
     rows, options = _rows(bench), bench.options
     if not rows:
@@ -136,28 +134,28 @@ def remarks(results: Results) -> list[str]:
 def _remarks(bench: Bench, rows: Sequence[Row]) -> list[str]:
     remarks = []  # notes that concern only these runs
     if any(row.labels["rule"] == "synthetic" for row in rows):
-        remarks.append("Acceptance was set by the rule `synthetic`; it is no drafter's.")
+        remarks.append("Acceptance was set by the rule `synthetic`, not by the drafts.")
     if any("speedup" in row.values for row in rows):
         plain = "plain: the same engine or server, with K = 0 for every request."
-        remarks.append(f"{plain} Speed-ups are taken turn by turn.")
+        remarks.append(f"{plain} Speed-ups compare runs of the same repeat.")
     if bench.options.repeats < _MIN_REPEATS:
         remarks.append(f"Fewer than {_MIN_REPEATS} repeats: the spread says little.")
     for row in rows:
         together, limit = _number(row, "requests_per_step", "min"), row.labels["concurrency"]
         if isinstance(limit, int) and 0 < together < limit:
             remarks.append(
-                f"{row.case}: in a run no more than {together:g} of {limit} requests ever decoded "
-                "together; the figures of its steps are of those steps."
+                f"{row.case}: in a run at most {together:g} of {limit} requests decoded together; "
+                "step figures are of these smaller batches."
             )
         lag, ttft = _number(row, "send_lag_ms"), _number(row, "ttft_ms")
         offered, sent = (_number(row, f"{k}_requests_per_second") for k in ("offered", "sent"))
         if lag > _LATE * ttft or sent < (1 - _LATE) * offered:
             remarks.append(
                 f"{row.case}: this client was {lag:.0f} ms late on average, and sent {sent:.3g} "
-                f"requests/s instead of {offered:.3g}: it was a limit, and is part of latencies."
+                f"requests/s instead of {offered:.3g}: latencies include this delay."
             )
     if partial := [row.case for row in rows if row.labels.get("partial")]:
-        remarks.append(f"Partial, of a run that was cut short: {'; '.join(partial)}.")
+        remarks.append(f"Partial figures, of a run that was cut short: {'; '.join(partial)}.")
     for why, count in bench.failed.most_common(5):
         remarks.append(f"Failed requests: {count}: {why}")
     return remarks
@@ -181,7 +179,7 @@ TABLES: dict[str, dict[str, tuple[str, int, bool]]] = {
         "in TPOT": ("tpot_speedup", 2, True),
         "in E2E": ("e2e_speedup", 2, True),
     },
-    "Acceptance (positions: with all before / if all before were)": {
+    "Acceptance (at i: draft i and all before it; / i: draft i if all before it are)": {
         "length": ("acceptance_length", 2, False),
         "rate": ("acceptance_rate", 2, False),
         "at 1": ("unconditional_at_1", 2, False),
@@ -267,8 +265,8 @@ def charts(rows: Sequence[Row]) -> list[str]:
     if timed := rows_with("floor_ms"):
         result.append(_time_per_token(timed))
     if accepted := rows_with("acceptance_length"):
-        first = _load(accepted[0])  # acceptance hardly depends on the load: one load is enough
-        shown = [row for row in accepted if _load(row) == first][:6]
+        load = _load(accepted[0])  # acceptance hardly depends on the load: one load is enough
+        shown = [row for row in accepted if _load(row) == load][:6]
         result += [_positions(shown, colours), _lengths(shown, colours)]
     return result
 
@@ -326,7 +324,7 @@ def _positions(rows: Sequence[Row], colours: Colours) -> str:
             if points:
                 series.append(Series(name, points, colours[name], dashed=kind == "conditional"))
     title = f"Drafts accepted, by position ({_load(rows[0])})"
-    note = "Solid: of all drafts there. Dashed: of those before which every draft was accepted."
+    note = "Solid: of all drafts. Dashed: of the drafts with all earlier drafts accepted."
     axes = Axes("position of the draft", "share accepted")
     return line_chart(title, axes, series, note=note)
 

@@ -29,11 +29,11 @@ UNITS = {
     "ttft_ms_max": "ms, of the request that waited longest",
     "output_tokens_per_second": "tokens/s",
     "total_tokens_per_second": "tokens/s, prompts included",
-    "tokens_per_second_per_user": "tokens/s of a request, behind its first",
+    "tokens_per_second_per_user": "tokens/s of a request, after its first piece",
     "requests_per_second": "requests/s",
     "offered_requests_per_second": "requests/s that were due",
-    "sent_requests_per_second": "requests/s that the client began with",
-    "send_lag_ms": "ms that the client was late with them",
+    "sent_requests_per_second": "requests/s that the client sent",
+    "send_lag_ms": "ms from when a request was due until it was sent",
     "goodput_requests_per_second": "requests/s that met every bound",
     "slo_met": "requests that met every bound / sent",
     "wall_s": "s",
@@ -51,13 +51,13 @@ UNITS = {
     "decode_ms_per_token": "ms per token of a request",
     "read_gb": "GB per decode step, at least",
     "share_of_floor": "floor / step",
-    "speedup": "x, tokens/s to plain",
-    "tpot_speedup": "x, TPOT of plain to this",
-    "e2e_speedup": "x, E2E of plain to this",
+    "speedup": "x, tokens/s relative to plain decoding",
+    "tpot_speedup": "x, TPOT of plain decoding relative to this",
+    "e2e_speedup": "x, E2E of plain decoding relative to this",
 }
 POSITIONS = {
-    "unconditional_at_": "accepted, with all before it / drafted",
-    "conditional_at_": "accepted / tested, which takes that all before it are accepted",
+    "unconditional_at_": "accepted with all drafts before it / drafted",
+    "conditional_at_": "accepted / tested; a draft is tested if all drafts before it are accepted",
     "length_share_": "verifications that gave so many tokens / all",
 }
 """Prefixes of figures that are numbered 1, 2, .., and their units."""
@@ -132,7 +132,7 @@ def latencies(done: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def percentiles(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The percentiles for which a sample is large enough: P99, for example, needs 100 values."""
+    """The median, and percentiles for which a sample is large enough: P99 needs 100 values."""
     return {
         f"{name}_p{p}": float(np.percentile(values, p))
         for name, values in samples.items()
@@ -173,8 +173,8 @@ def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
     """Numbers of accepted and of rejected drafts, by draft index.
 
     A draft counts only if all drafts before it were accepted. If the client does not know the
-    origins of tokens, a server's counts are used, as if every verification had as many drafts as
-    the longest.
+    origins of tokens, a server's counts are used, as if all verifications had equally many
+    drafts.
     """
     accepted, rejected = Counter[int](), Counter[int]()
     for record in run.records:
@@ -198,8 +198,8 @@ def _num_accepting(counts: SpeculationMetrics) -> list[int]:
 
     A server's K may exceed the case's K: indices that were never drafted are left out.
     """
-    drafted = [*counts.drafted_per_position, 0].index(0) or len(counts.accepted_per_position)
-    return [counts.num_drafts, *counts.accepted_per_position[:drafted]]
+    positions = [*counts.drafted_per_position, 0].index(0) or len(counts.accepted_per_position)
+    return [counts.num_drafts, *counts.accepted_per_position[:positions]]
 
 
 def _acceptance(

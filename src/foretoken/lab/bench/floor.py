@@ -25,7 +25,7 @@ from foretoken.ops.stack import Stack, linears
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """The bytes that a pass of a model reads with any kernels. All experts of a mixture count.
+    """The bytes that a pass of a model must read. All experts of a mixture count.
 
     Attributes:
         weights: bytes of all layers and of the output layer; the embedding's few rows are left out.
@@ -53,11 +53,11 @@ class Reads:
         layers_read = [linear for name, linear in linears(stack) if name != "fc"]
         biases = [linear.bias for linear in layers_read if linear.bias is not None]
         norms = [norm for layer in stack.layers for norm in (layer.mixer_norm_C, layer.feed_norm_C)]
-        count = sum(linear.weight.nbytes for linear in layers_read)
-        count += sum(tensor.nbytes for tensor in (stack.norm_C, *norms, *biases))
+        weights = sum(linear.weight.nbytes for linear in layers_read)
+        weights += sum(tensor.nbytes for tensor in (stack.norm_C, *norms, *biases))
         sizes = [KVPool.bytes_per_block([shape], 1, dtype) for shape in stack.layer_shapes]
         layers = zip(sizes, (layer.mixer.options for layer in stack.layers), strict=True)
-        return cls(count, tuple((size, options.sliding_window) for size, options in layers))
+        return cls(weights, tuple((size, options.sliding_window) for size, options in layers))
 
     def per_pass(self, batch: float, context: float) -> float:
         """Bytes of a pass over `batch` requests with contexts of `context` tokens each."""
@@ -77,7 +77,7 @@ class Floor:
     def of(cls, engine: Engine, bandwidth: float | None) -> Floor:
         """The floor of a loaded engine, with or without a drafting model.
 
-        bandwidth: GB/s; None: it is measured, or `EngineMemoryError` if the engine leaves no room
+        bandwidth: GB/s; None: measured, with `EngineMemoryError` if the engine leaves no room
         """
         drafter, draft_reads = engine.runner.drafter, Reads()
         if isinstance(model := getattr(drafter, "model", None), CausalLM):
@@ -110,7 +110,7 @@ def _weight_bytes(module: Any) -> int:
     for part in module.modules():
         tensors = [*part.parameters(recurse=False), getattr(part, "weight", None)]
         weights.update((id(tensor), tensor) for tensor in tensors if isinstance(tensor, Tensor))
-    embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
-    if head is None or head.weight is not embedding:
+    embedding, output_layer = module.get_input_embeddings().weight, module.get_output_embeddings()
+    if output_layer is None or output_layer.weight is not embedding:
         weights.pop(id(embedding))
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())

@@ -1,7 +1,7 @@
 """Send requests at a fixed concurrency or at a Poisson rate, and time each piece of the answers.
 
-A `Client` sends them: `offline.py` to an engine in this process, `server.py` to any server with
-OpenAI's API.
+A `Client` sends the requests: `offline.py` to an engine in this process, `server.py` to any server
+with OpenAI's API.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Record:
 
     Attributes:
         due: the time at which the request had to be sent: drawn beforehand under a rate, else the
-            time at which the former request had ended.
+            time at which the previous request had ended.
         arrivals: the arrival time of each piece of the answer that contained tokens.
         ended: the time at which the answer was complete; None: it is not complete.
         num_input: tokens of the prompt, 0 if unknown.
@@ -106,11 +106,11 @@ class Run:
     failed_in_a_row: int = 0
 
     @property
-    def done(self) -> list[Record]:  # those with a complete answer
+    def done(self) -> list[Record]:  # records with a complete answer
         return [record for record in self.records if record.ended is not None]
 
     @property
-    def failed(self) -> list[str]:  # the reasons
+    def failed(self) -> list[str]:  # reasons of failed requests
         return [record.error for record in self.records if record.error is not None]
 
 
@@ -229,7 +229,7 @@ async def _send(
         record.error = str(error)
         run.failed_in_a_row += 1
         if run.failed_in_a_row >= MOST_FAILURES:
-            run.stopped = f"{MOST_FAILURES} requests in a row failed, the last one so: {error}"
+            run.stopped = f"{MOST_FAILURES} requests in a row failed, the last because: {error}"
     except ServerGoneError as error:
         record.error = run.stopped = str(error)
 

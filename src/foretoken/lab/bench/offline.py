@@ -78,7 +78,7 @@ class Engines(Client):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context without new steps: the engine's next step has all requests sent in it."""
+        """A context without steps: the next step has all requests sent in the context."""
         all_sent = threading.Event()
         self._engine._worker.call(lambda engine: all_sent.wait())
         try:

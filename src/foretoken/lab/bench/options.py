@@ -119,10 +119,10 @@ def engine_cases(
 def server_cases(
     sweep: Mapping[str, list[Any]], temperature: float, *, speculates: bool, compare: bool
 ) -> list[list[BenchCase]]:
-    """The cases of a server. Requests can set more than a temperature only if it speculates."""
+    """The cases of a server; if it does not speculate, requests set only a temperature."""
     known = {"k", "drafter", "rule", "temperature"} if speculates else {"temperature"}
     if others := [name for name in sweep if name not in known]:
-        bound = f"of {', '.join(sorted(known))}: requests to this server can set nothing else"
+        bound = f"one of {', '.join(sorted(known))}, which requests to this server can set"
         raise ConfigError("sweep", f"{others[0]}=...", bound)
     plain = _plain(sweep, temperature) if speculates and compare else []
     method = "speculative" if speculates else "server"
@@ -130,7 +130,7 @@ def server_cases(
 
 
 def speculation_of(config: SpeculativeConfig | None, case: BenchCase) -> SpeculativeConfig | None:
-    """The engine's speculative options, except those that the case sets."""
+    """The speculative options with the changes of a case; None without drafts."""
     return None if config is None else replace(config, **case.speculation)
 
 
@@ -329,7 +329,7 @@ class BenchOptions:
         return sized
 
 
-def numbers(name: str, texts: str | None, bound: str, kind: type) -> list[float]:
+def numbers(name: str, texts: str | None, bound: str, number_type: type) -> list[float]:
     """Read positive numbers separated by commas; None gives an empty list.
 
     `ConfigError`: option `name` has a wrong number; `bound` says which numbers are allowed.
@@ -337,7 +337,7 @@ def numbers(name: str, texts: str | None, bound: str, kind: type) -> list[float]
     values = []
     for text in texts.split(",") if texts is not None else ():
         try:
-            number = kind(text)
+            number = number_type(text)
         except ValueError:
             number = 0
         if not 0 < number < float("inf"):

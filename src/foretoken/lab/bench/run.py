@@ -56,7 +56,7 @@ class Workload:
 
     lengths: smallest and largest number of tokens of prompts, and of outputs; `ConfigError` if the
         text has fewer tokens than a prompt
-    distinct_cases: number of cases that must not share prompts; 1: all cases have equal ones
+    distinct_cases: number of cases that must not share prompts; 1: all have equal prompts
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Workload:
         longest, size = lengths[0][1], len(source.ids) or len(source.text) // _CHARS_PER_TOKEN
         size -= distinct_cases - 1
         if not source.items and not source.shuffled and longest > size:
-            raise ConfigError("input_len", longest, f"at most {size}, the tokens of the text")
+            raise ConfigError("input_len", longest, f"at most {size} for this text")
 
     def requests(
         self, load: Load, before: int, count: int, case: int = 0
@@ -99,7 +99,7 @@ class Workload:
         return requests
 
     def _piece(self, random_: random.Random, size: int, shift: int) -> Any:
-        """A random piece of the source, of `size` tokens, which begins `shift` tokens later."""
+        """A random piece of the source, of `size` tokens, moved by `shift` tokens or characters."""
         source, max_shift = self._source, self._distinct_cases - 1
         if source.shuffled:
             return random_.choices(source.ids, k=size + max_shift)[shift : shift + size]
@@ -139,10 +139,10 @@ def read_dataset(path: str) -> PromptSource:
             except ValueError as error:
                 errors.append(f"{f'entry {j}' if is_list else f'line {i}'}: {error}")
     if not items:
-        remedy = f"The first is wrong in {errors[0]}." if errors else ""
+        remedy = f"The first error is in {errors[0]}." if errors else ""
         raise ConfigError("prompts", path, "a dataset with a request in it", remedy)
-    total, first = len(items) + len(errors), "; ".join(errors[:5])
-    note = f"{Path(path).name}: {len(errors)} of {total} requests were left out: {first}."
+    total, examples = len(items) + len(errors), "; ".join(errors[:5])
+    note = f"{Path(path).name}: {len(errors)} of {total} entries were left out: {examples}."
     return PromptSource(items=items, notes=[note] if errors else [])
 
 
@@ -192,7 +192,7 @@ class Measured:
 
     Attributes:
         repeats: figures of each run, in order. A run without an answer has an empty entry, so that
-            the repeats of all cases have equal numbers.
+            entry i is of repeat i in all cases.
         samples: latencies of all requests, by name.
         partial: whether the figures are of a run that was cut short.
     """
@@ -238,8 +238,8 @@ class Bench:
                 workload = await self._prepare()
                 for load, repeat, case in self._turns(cases):
                     number = repeat - self.options.warmup + 1
-                    what = f"repeat {number}" if number > 0 else "warm-up"
-                    run_name = f"{load.name}, {case.name}, {what}"
+                    phase = f"repeat {number}" if number > 0 else "warm-up"
+                    run_name = f"{load.name}, {case.name}, {phase}"
 
                     def on_end(run_name: str = run_name) -> None:
                         nonlocal num_ended
@@ -260,12 +260,12 @@ class Bench:
                         raise self._failure(run.stopped)
         if self.failed:
             [(why, _)] = self.failed.most_common(1)
-            raise self._failure(f"{self.failed.total()} requests failed; most so: {why}")
+            raise self._failure(f"{self.failed.total()} requests failed, most because: {why}")
 
     def _keep(
         self, load: Load, case: BenchCase, run: Run, is_measured: bool, is_complete: bool
     ) -> None:
-        """Keep a measured run's figures, of an incomplete run only if no complete one exists."""
+        """Keep the figures of a measured run; of an incomplete run only without a complete run."""
         self.failed.update(run.failed)
         if not is_measured:  # a warm-up run
             return
@@ -304,17 +304,17 @@ class Bench:
                 source = PromptSource(ids, text)
             if not source.ids:
                 if self.options.url is None or source.shuffled:
-                    remedy = "Use `random`, or give a tokenizer."
-                    bound = "a dataset where no tokenizer is known"
+                    remedy = "An engine in this process can have `random`, too."
+                    bound = "a dataset, since the tokens of a text are unknown"
                     raise ConfigError("prompts", prompts, bound, remedy)
-                self.notes.append("The server tells no tokens: prompts have 4 characters for each.")
+                self.notes.append("The server does not tokenize: 4 characters count as one token.")
         self.notes += source.notes
         distinct_cases = max(map(len, self.groups)) if client.keeps_prefixes else 1
         self._workload = Workload(source, self.options.lengths, self.options.seed, distinct_cases)
         needed = self.num_requests // sum(map(len, self.groups)) * distinct_cases
         if len(source.items) < needed and source.items:
-            repeated = f"{len(source.items)} lines for {needed} requests: they are sent again"
-            cached = ", and a cache may know them" if client.keeps_prefixes else ""
+            repeated = f"{len(source.items)} entries for {needed} requests are sent repeatedly"
+            cached = ", and a cache may hold them" if client.keeps_prefixes else ""
             self.notes.append(f"{Path(str(prompts)).name}: {repeated}{cached}.")
         return self._workload
 

@@ -1,7 +1,7 @@
 """A server with OpenAI's API as the system under test, over HTTP/1.1 with asyncio's streams.
 
 Each request has a new connection, and connecting is part of its time. Before the measurement,
-requests find out which fields beyond the API the server takes.
+test requests find out which fields beyond the API the server takes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _MAX_LINE = 2**20  # bytes of a line, or of the headers
 _FIELDS = {name: name for name in ("num_speculative_tokens", "drafter")}
 _FIELDS |= {"rejection_sample_method": "rule"}  # field of a case -> its name in `speculative`
 _WRONG_BODY = (400, 422)  # statuses of a refused field
-_COUNTING = ("foretoken", "vllm")  # servers that can send the token count with each piece
-_COUNT = re.compile(r"^(\w+):spec_decode_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_COUNTING_OWNERS = ("foretoken", "vllm")  # servers that can send a token count per piece
+_METRIC = re.compile(r"^(\w+):spec_decode_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 class Server(Client):
@@ -44,7 +44,7 @@ class Server(Client):
     url: the server's root, with or without `/v1`
     model: None: the first model that the server lists
     timeout: seconds without data after which a request has failed
-    speculates: whether the server drafts, and requests can choose how
+    speculates: whether the server drafts, and requests can set how
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class Server(Client):
         self.speculates, self.notes = False, list[str]()
 
     async def prepare(self) -> None:
-        """Learn the server's model and fields; `ConfigError`: it gives no answer, or no model."""
+        """Learn the model and fields; `ConfigError`: no answer, no model, or no completion."""
         try:
             listed = (await self.get("/v1/models"))["data"]
             owners = {str(card["id"]): card.get("owned_by") for card in listed}
             self.model = self.model or next(iter(owners))
-            if owners.get(self.model) in _COUNTING:
+            if owners.get(self.model) in _COUNTING_OWNERS:
                 self._stream_options["continuous_usage_stats"] = True
             if owners.get(self.model) == "foretoken":
                 self.speculates = await self.takes(speculative={"enabled": True})
             elif not await self.takes(**self._extra):
                 self._extra = {}
-                self.notes.append("It refuses `ignore_eos`: answers may end before their length.")
+                self.notes.append("The server refuses `ignore_eos`: answers may be too short.")
         except (ServerGoneError, RequestFailedError) as error:
             bound = "an OpenAI-compatible server that answers"
             raise ConfigError("url", self.url, bound, f"{error}.") from None
@@ -91,12 +91,12 @@ class Server(Client):
             raise ConfigError("url", self.url, bound) from None
         if not self.speculates:
             self.notes.append(
-                "It takes no field `speculative`, or drafts nothing: plain decoding cannot be "
-                "measured beside it, and there is no speed-up."
+                "Requests to this server cannot set how it drafts: plain decoding is not measured, "
+                "and no speed-up is reported."
             )
 
     async def takes(self, **fields: Any) -> bool:
-        """Whether the server takes these fields; `ConfigError` if every request is refused."""
+        """Whether the server takes these fields; `ConfigError` if it completes no prompt."""
         body = {"model": self.model, "prompt": "1", "max_tokens": 1}
         status, answer = await self.call("POST", "/v1/completions", {**body, **fields})
         if status in _WRONG_BODY:
@@ -104,7 +104,7 @@ class Server(Client):
             status, answer = await self.call("POST", "/v1/completions", body)
         if status == 200:
             return bool(fields)
-        remedy = f"It answered {status}: {answer[:200].decode(errors='replace')}"
+        remedy = f"The server answered {status}: {answer[:200].decode(errors='replace')}"
         raise ConfigError("url", self.url, "a server that completes a prompt", remedy)
 
     def shapes(self) -> dict[str, Any]:
@@ -129,11 +129,11 @@ class Server(Client):
             async with aclosing(_events(pieces)) as events:
                 async for event in events:
                     if "error" in event:
-                        raise RequestFailedError(f"an error in its stream: {event['error']}")
+                        raise RequestFailedError(f"an error in the stream: {event['error']}")
                     try:
                         _record_event(event, record)
                     except (AttributeError, TypeError, ValueError):
-                        message = f"no completion in its stream: {json.dumps(event)[:80]}"
+                        message = f"no completion in the stream: {json.dumps(event)[:80]}"
                         raise RequestFailedError(message) from None
         record.num_output = record.num_output or len(record.arrivals)
         if not record.arrivals:
@@ -170,13 +170,13 @@ class Server(Client):
             reader, writer = await asyncio.wait_for(opening, self.timeout)
         except (OSError, TimeoutError) as error:
             raise ServerGoneError(f"no connection to {self._netloc}: {error!s}") from error
-        text = b"" if body is None else json.dumps(body).encode()
-        lines = [f"{method} {self._root}{path} HTTP/1.1", f"Host: {self._netloc}"]
-        lines += ["Connection: close", "Content-Type: application/json"]
-        lines.append(f"Content-Length: {len(text)}")
-        lines += [f"Authorization: Bearer {self._key}"] if self._key else []
+        data = b"" if body is None else json.dumps(body).encode()
+        head = [f"{method} {self._root}{path} HTTP/1.1", f"Host: {self._netloc}"]
+        head += ["Connection: close", "Content-Type: application/json"]
+        head.append(f"Content-Length: {len(data)}")
+        head += [f"Authorization: Bearer {self._key}"] if self._key else []
         try:
-            writer.write("\r\n".join([*lines, "", ""]).encode() + text)
+            writer.write("\r\n".join([*head, "", ""]).encode() + data)
             async with asyncio.timeout(self.timeout):
                 await writer.drain()
                 lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -191,7 +191,7 @@ class Server(Client):
             asyncio.LimitOverrunError,
         ) as error:
             why = f"no news for {self.timeout:g} s" if isinstance(error, TimeoutError) else error
-            raise RequestFailedError(f"its answer broke off or is no HTTP: {why!s}") from error
+            raise RequestFailedError(f"the answer broke off or is no HTTP: {why!s}") from error
         finally:
             writer.transport.abort()
 
@@ -199,17 +199,17 @@ class Server(Client):
         self, reader: asyncio.StreamReader, headers: Mapping[str, str]
     ) -> AsyncIterator[bytes]:
         """The pieces of a body that is chunked, of a stated length, or ends with the connection."""
-        left = int(headers["content-length"]) if "content-length" in headers else None
-        while left != 0:
+        remaining = int(headers["content-length"]) if "content-length" in headers else None
+        while remaining != 0:
             async with asyncio.timeout(self.timeout):
                 if headers.get("transfer-encoding") == "chunked":
                     size = int((await reader.readuntil(b"\n")).split(b";")[0], 16)
                     piece = (await reader.readexactly(size + 2))[:-2]
-                elif not (piece := await reader.read(left or 2**16)) and left:
-                    raise EOFError(f"{left} bytes are missing")
+                elif not (piece := await reader.read(remaining or 2**16)) and remaining:
+                    raise EOFError(f"{remaining} bytes are missing")
             if not piece:
                 return
-            left = None if left is None else left - len(piece)
+            remaining = None if remaining is None else remaining - len(piece)
             yield piece
 
     async def counts(self) -> SpeculationMetrics | None:
@@ -239,9 +239,9 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any]
                 return
             event = json.loads(data)
             if not isinstance(event, dict):
-                raise RequestFailedError(f"no object in its stream: {data[:80]!r}")
+                raise RequestFailedError(f"no object in the stream: {data[:80]!r}")
             yield event
-    raise RequestFailedError("its stream broke off before its end")
+    raise RequestFailedError("the stream broke off before `[DONE]`")
 
 
 def _read_metrics(text: str) -> SpeculationMetrics | None:
@@ -251,21 +251,21 @@ def _read_metrics(text: str) -> SpeculationMetrics | None:
     """
     metrics, has_totals = SpeculationMetrics(), False
     by_name = defaultdict[str, Counter[int]](Counter)
-    for _, name, labels, value in _COUNT.findall(text):
+    for _, name, labels, value in _METRIC.findall(text):
         if name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
             setattr(metrics, name, getattr(metrics, name) + int(float(value)))
             has_totals = True
         elif position := re.search(r'position="(\d{1,3})"', labels):
             by_name[name][int(position[1])] += int(float(value))
-    for kind, name in (("accepted", "num_accepted_tokens"), ("drafted", "num_draft_tokens")):
+    for prefix, name in (("accepted", "num_accepted_tokens"), ("drafted", "num_draft_tokens")):
         if by_position := by_name.get(f"{name}_per_pos"):
             dense = [by_position[i] for i in range(max(by_position) + 1)]
-            setattr(metrics, f"{kind}_per_position", dense)
+            setattr(metrics, f"{prefix}_per_position", dense)
     return metrics if has_totals else None
 
 
 def _record_event(event: Mapping[str, Any], record: Record) -> None:
-    """Add an event of a stream to a record; it raises an error if the event is no completion."""
+    """Add an event of a stream to a record; raises an error if the event is no completion."""
     usage = event.get("usage") or {}
     counts = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
     if min(counts) < 0 or not all(isinstance(count, int) for count in counts):

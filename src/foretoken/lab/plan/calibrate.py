@@ -1,6 +1,6 @@
 """Measure the costs of an engine's steps on this machine, from some hundred steps.
 
-Each repeat makes one run of every setup: a disturbance of the machine affects all sizes alike.
+Each repeat makes one run of every setup: a disturbance of the machine affects all setups alike.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class EngineRun:
     Attributes:
         params: parameters of each request, except for `max_tokens`.
         text: token ids to cut prompts from; if empty, prompts are random tokens.
-        clock: a clock of the process's CPU time ignores other processes on its cores; it is right
-            only if a single thread computes everything.
+        clock: a clock of CPU time ignores other processes, but is right only if a single thread
+            computes everything.
         served: records of the requests that have ended.
         timed: all steps of the run.
     """
@@ -107,15 +107,15 @@ class EngineRun:
         seed = self.seed * 10_000 + number
         params = replace(self.params, max_tokens=spec.output_len, ignore_eos=True, seed=seed)
         if self.text:
-            first = random_.randrange(max(len(self.text) - spec.input_len, 0) + 1)
-            prompt = list(self.text[first : first + spec.input_len])
+            begin = random_.randrange(max(len(self.text) - spec.input_len, 0) + 1)
+            prompt = list(self.text[begin : begin + spec.input_len])
         else:
             prompt = random_.choices(range(self.engine.limits.vocab_size), k=spec.input_len)
         name = f"plan-{self.seed}-{number}"
         return self.engine.add(*prepare(self.engine, name, prompt, params))
 
     def _ends(self, request: _LiveRequest, now: float) -> bool:
-        """Note a request's first token and its end; returns whether it has ended."""
+        """Note a request's first token and its end; returns whether the request has ended."""
         group, tokens = request.group, request.group.samples[0].num_output
         if group.error is not None:
             raise group.error
@@ -140,11 +140,11 @@ _SETTLING = 4
 _MIN_STEPS = 4  # settled steps that every setup must have
 _MIN_REPEATS = 2  # during a single repeat, other processes might use the machine
 _SHORT = 48  # tokens of a prompt; fewer if a step cannot compute a whole batch of such prompts
-_LONG = 512  # tokens of a prompt that shows the cost of a context, if the model takes as many
+_LONG = 512  # tokens of a prompt that shows the cost of a context; fewer if there is less room
 _PROMPTS = (4, 32, 240)  # tokens of the timed prompts
-_PROMPT_BATCHES = (2, 4, 8)  # so many of the longest prompt are also timed together
+_PROMPT_BATCHES = (2, 4, 8)  # so many prompts of the last length are also timed together
 _DRAFTS = (1, 2, 4, 8, 16, 32)  # the K that are timed, up to the engine's
-_MIN_RATIO = 1.5  # of prompt lengths, to separate the cost of pairs from the cost of tokens
+_MIN_RATIO = 1.5  # smallest ratio of prompt lengths that tells costs of pairs from costs of tokens
 # Output tokens of every timed prompt: prompts mostly follow decode steps in real use, too, and
 # after replayed graphs a host takes up to twice as long for a prompt (8B, H200).
 _PROMPT_OUTPUT = 8
@@ -161,7 +161,7 @@ class BatchSetup(NamedTuple):
 
 
 class PromptStep(NamedTuple):
-    """The prompt steps of one kind: tokens, mean seconds, and the number of such steps.
+    """Prompt steps of one shape: tokens of a step, mean seconds, and the number of such steps.
 
     pairs: pairs of a token and an earlier token of its prompt
     """
@@ -178,7 +178,7 @@ class _Timings:
 
     steps: settled steps in which all requests decode: seconds, seconds of drafting, and mean
         tokens of context of a request
-    first: the first decode step of a run, in which a draft model computes the prompts
+    first: the first decode step of each run, in which a draft model computes the prompts
     prompts: steps that compute all prompts and nothing else
     """
 
@@ -257,7 +257,7 @@ class Calibration:
             yield self._decode_setup(self._context_batch, drafts, self._long)
 
     def _warm_up_setups(self) -> list[BatchSetup]:
-        if not self._engine.runner.on_host:  # each needs kernels compiled and graphs captured
+        if not self._engine.runner.on_host:  # each setup needs kernels compiled and graphs captured
             return self._setups
         # On a CPU only the batch size matters: the requests are short.
         setups = (self._decode_setup(b, k) for b, k in product(self._sizes, self._drafts))
@@ -271,15 +271,15 @@ class Calibration:
         output = self._decode_setup(1, self._drafts[-1]).output
         return min(_LONG, max_len - output, room - output - pool.block_size)
 
-    def _prompt_setups(self) -> Iterator[BatchSetup]:  # each has all its prompts in one step
+    def _prompt_setups(self) -> Iterator[BatchSetup]:  # one step computes all prompts of a setup
         config, longest = self._engine.config, _PROMPTS[-1]
-        counts = [(1, n) for n in _PROMPTS]
-        counts += [(b, longest) for b in _PROMPT_BATCHES if b <= config.max_num_seqs]
-        # Full steps of short prompts and of long ones: so costs need not be extrapolated.
+        shapes = [(1, n) for n in _PROMPTS]
+        shapes += [(b, longest) for b in _PROMPT_BATCHES if b <= config.max_num_seqs]
+        # Full steps of short and of long prompts, so that costs need not be extrapolated.
         half = config.max_num_batched_tokens // (2 * config.max_num_seqs)
         lengths = max(longest, half + 1), self._engine.limits.max_model_len - _PROMPT_OUTPUT
-        counts += [self._full_step(length) for length in lengths]
-        for batch, length in dict.fromkeys(counts):
+        shapes += [self._full_step(length) for length in lengths]
+        for batch, length in dict.fromkeys(shapes):
             if 0 < batch * length <= config.max_num_batched_tokens:
                 yield BatchSetup(batch, 0, length, _PROMPT_OUTPUT)
 
@@ -295,7 +295,7 @@ class Calibration:
     def run(self, report: Report = lambda done, next_run: None) -> Profile:
         """Measure all setups; a second call adds to the measurements of the first call.
 
-        `ConfigError`: the cache holds no whole batch for long enough to time its steps.
+        `ConfigError`: the cache is too small to run a whole batch until its steps are timed.
         """
         start, done = 0.0, 0
         for repeat in range(self._repeats + 1):
@@ -321,7 +321,7 @@ class Calibration:
         return run.timed
 
     def _sort(self, setup: BatchSetup, timed: Sequence[TimedStep]) -> None:
-        """Add a run's steps to the setup's timings by kind; steps of other kinds are dropped."""
+        """Add a run's steps to the lists of the setup's `_Timings`; all other steps are dropped."""
         timings, decoded, context = self._timings[setup], 0, setup.length + 1.0
         for (seconds, requests, decoding, tokens, _, accepted), drafting in timed:
             if not decoding and tokens == setup.batch * setup.length:
@@ -348,13 +348,13 @@ class Calibration:
 
     def _profile(self) -> Profile:
         engine, runner = self._engine, self._engine.runner
-        context = self._context_costs()
+        context_costs = self._context_costs()
         rest, draft, missed = list[list[float]](), list[list[float]](), [0.0]
         for batch in self._sizes:
             setups = [self._decode_setup(batch, drafts) for drafts in self._drafts]
-            step_seconds, draft_seconds, lengths = zip(*map(self._step, setups), strict=True)
+            step_seconds, draft_seconds, contexts = zip(*map(self._step, setups), strict=True)
             draft.append(nearest_rising(draft_seconds))
-            reading = (batch * x * slope for x, slope in zip(lengths, context, strict=True))
+            reading = (batch * x * slope for x, slope in zip(contexts, context_costs, strict=True))
             parts = zip(nearest_rising(step_seconds), draft[-1], reading, strict=True)
             rest.append([max(step - drafting - read, 0.0) for step, drafting, read in parts])
             for setup, seconds in zip(setups[1:], step_seconds[1:], strict=True):
@@ -373,7 +373,7 @@ class Calibration:
             batches=self._sizes,
             rest=rest,
             draft=draft,
-            context=context,
+            context=context_costs,
             missed=median(missed[1:] or missed),
             prompts=self._prompts(),
             limits=EngineLimits(
@@ -393,7 +393,7 @@ class Calibration:
         )  # fmt: skip
 
     def _context_costs(self) -> list[float]:
-        """Seconds per token of context by K: measured for the least and largest, else linear."""
+        """Seconds per token of context by K; only the least and the largest K are measured."""
         ends = (0, self._drafts[-1])
         slopes = []
         for drafts in ends:
@@ -416,11 +416,11 @@ class Calibration:
             if seconds
         ]
         pair_seconds = seconds_per_pair(steps)
-        seconds_of = seconds_without_pairs(steps, pair_seconds)
-        return PromptCosts([*seconds_of], nearest_rising([*seconds_of.values()]), pair_seconds)
+        by_tokens = seconds_without_pairs(steps, pair_seconds)
+        return PromptCosts([*by_tokens], nearest_rising([*by_tokens.values()]), pair_seconds)
 
     def _acceptance(self) -> tuple[float, ...] | None:
-        """Chances that a draft and all before it are accepted; None if not measured on a text."""
+        """Chances that a draft and all before it are accepted; None without drafts on a text."""
         metrics = self._engine.metrics
         if not metrics.num_drafts or metrics.num_synthetic_drafts or not self._text:
             return None
@@ -429,7 +429,7 @@ class Calibration:
 
 
 def seconds_per_pair(steps: Sequence[PromptStep]) -> float:
-    """Seconds per pair of a token and an earlier token; 0 if prompt lengths are too similar.
+    """Seconds per pair of a token and an earlier token; 0 without clearly different prompts.
 
     The result is the slope of the seconds per token over the number of earlier tokens, in the
     largest steps only: smaller steps take a minimum time for any number of tokens, and with these
@@ -437,12 +437,12 @@ def seconds_per_pair(steps: Sequence[PromptStep]) -> float:
     """
     max_tokens = max((step.tokens for step in steps), default=0)
     large = [step for step in steps if step.tokens >= max_tokens / 2]
-    half_lengths = [step.pairs / step.tokens for step in large]  # of prompts
-    if not half_lengths or max(half_lengths) < _MIN_RATIO * min(half_lengths):
+    mean_earlier = [step.pairs / step.tokens for step in large]  # half a prompt's length
+    if not mean_earlier or max(mean_earlier) < _MIN_RATIO * min(mean_earlier):
         return 0.0
     token_seconds = [step.seconds / step.tokens for step in large]
     weights = np.sqrt([step.times for step in large])
-    return max(float(np.polyfit(half_lengths, token_seconds, 1, w=weights)[0]), 0.0)
+    return max(float(np.polyfit(mean_earlier, token_seconds, 1, w=weights)[0]), 0.0)
 
 
 def seconds_without_pairs(steps: Sequence[PromptStep], pair_seconds: float) -> dict[int, float]:
@@ -456,8 +456,8 @@ def seconds_without_pairs(steps: Sequence[PromptStep], pair_seconds: float) -> d
         seconds = max(step.seconds - pair_seconds * step.pairs, 0.0)
         by_tokens[step.tokens].append((seconds, step.times))
     return {
-        tokens: sum(seconds * times for seconds, times in kinds) / sum(times for _, times in kinds)
-        for tokens, kinds in sorted(by_tokens.items())
+        tokens: sum(seconds * times for seconds, times in means) / sum(times for _, times in means)
+        for tokens, means in sorted(by_tokens.items())
     }
 
 
@@ -472,7 +472,7 @@ def _mean(seconds: Sequence[float]) -> float:
 def nearest_rising(values: Sequence[float]) -> list[float]:
     """The nearest non-decreasing numbers (pool adjacent violators).
 
-    More drafts or tokens never take less time: measurements in which they do were disturbed.
+    More drafts or tokens never take less time: where measurements fall, they were disturbed.
     """
     pools = list[tuple[float, int]]()
     for value in values:

@@ -26,7 +26,7 @@ from foretoken.sampling.params import SamplingParams
 
 _ALL_DRAFTS = 8  # every K is simulated if the largest K is at most this
 _CONTEXTS = (1, 4, 16)  # contexts of the outlook, in units of the requests' mean context
-_RATES, _ENGINES, _REQUESTS = 8, 12, 400  # of the runs that find an engine's capacity
+_RATES, _ENGINES, _REQUESTS = 8, 12, 400  # in a run that looks for an engine's capacity
 _SETTLED = 0.03  # the capacity has settled if later requests lower it by at most this share
 _MET = 0.95  # share of the requests that must meet the bounds
 _MAX_SHOWN = 16  # the capacity is shown for every number of replicas up to this
@@ -46,7 +46,7 @@ class LoadPoint(NamedTuple):
 
 @dataclass
 class Planner:
-    """Makes all predictions. `rows` holds the finished ones, even after an interruption."""
+    """Makes all predictions. `rows` holds the finished predictions, even after an interruption."""
 
     profile: Profile
     acceptance: Acceptance
@@ -66,7 +66,7 @@ class Planner:
             bound = f"at most {profile.limits.max_model_len}, the longest prompt + output"
             raise ConfigError("input_len + output_len", length, bound)
         if options.rate is not None and profile.prompts is None:
-            raise ConfigError("rate", options.rate, "left out: the profile knows no prompts")
+            raise ConfigError("rate", options.rate, "left out: the profile has no costs of prompts")
         largest = self.outlook.max_drafts
         known = range(largest + 1)
         self.drafts = [k for k in known if largest <= _ALL_DRAFTS or k in profile.drafts]
@@ -84,11 +84,11 @@ class Planner:
     def run(self, report: Report = lambda done, next_run: None) -> None:
         """Make all predictions.
 
-        report: called with the number of simulations done, and the name of the next one
+        report: called with the number of simulations done, and the name of the next simulation
         """
         self._outlooks()
         plain_rate = math.nan
-        for done, point in enumerate(self.points):  # plain decoding is the first of each batch
+        for done, point in enumerate(self.points):  # each batch begins with plain decoding
             report(done, point.name)
             values = self._simulated(*point)
             if point.drafts == 0:
@@ -146,14 +146,14 @@ class Planner:
             self._add("break-even", name, {"last_batch": last}, context=context, up_to=limit)
 
     def _fleet(self, rate: float, report: Report) -> None:
-        """Add rows about a fleet for `rate`: capacities, replicas, and one of its engines."""
+        """Add rows about a fleet for `rate`: capacities, replicas, and one engine of the fleet."""
         options, done = self.options, len(self.points)
         capacities = dict[int, float]()  # by K
         for i, k in enumerate(self.drafts):
             report(done + i, f"capacity, K={k}")
             capacities[k] = self.capacity(k)
-            count = math.ceil(rate / capacities[k]) if capacities[k] else 0
-            values: dict[str, float] = {"capacity": capacities[k], "replicas": count}
+            engines = math.ceil(rate / capacities[k]) if capacities[k] else 0
+            values: dict[str, float] = {"capacity": capacities[k], "replicas": engines}
             self._add("capacity", f"capacity, K={k}" if k else "capacity, plain", values, k=k)
         best = max(capacities, key=lambda k: capacities[k])
         if self.replicas is not None:
@@ -162,8 +162,8 @@ class Planner:
         if not capacities[best]:
             return
         report(self.num_runs - 1, "fleet")
-        count, random = math.ceil(rate / capacities[best]), np.random.default_rng(options.seed)
-        gaps = random.exponential(count / rate, size=5 * _REQUESTS)
+        engines, random = math.ceil(rate / capacities[best]), np.random.default_rng(options.seed)
+        gaps = random.exponential(engines / rate, size=5 * _REQUESTS)
         lengths = options.input_len, options.output_len
         specs = [RequestSpec(arrival, *lengths) for arrival in np.cumsum(gaps).tolist()]
         steps = list[Step]()
@@ -172,8 +172,8 @@ class Planner:
         settled = simulation.run(specs)[_REQUESTS:]
         bounds = {"ttft_ms": options.slo_ttft_ms, "tpot_ms": options.slo_tpot_ms}
         values = self._figures(settled, steps, bounds)
-        values |= {"replicas": count, "memory_gib": sum(self.memory().values()) / 2**30}
-        name = f"1 of {count} engines at {rate:g} requests/s, K={best}"
+        values |= {"replicas": engines, "memory_gib": sum(self.memory().values()) / 2**30}
+        name = f"1 of {engines} engines at {rate:g} requests/s, K={best}"
         self._add("fleet", name, values, k=best, requests_per_second=rate)
 
     def _drafts_of(self, replicas: Replicas, best: int, capacities: Mapping[int, float]) -> int:
@@ -182,12 +182,12 @@ class Planner:
             return best
         if replicas.drafts not in capacities:
             known = ", ".join(map(str, capacities))
-            bound = f"one of {known}, of which costs and acceptance are known"
+            bound = f"one of {known}: no costs or acceptance are known for other K"
             raise ConfigError("num_speculative_tokens", replicas.drafts, bound)
         return replicas.drafts
 
     def _replicas(self, replicas: Replicas, engine_rate: float, drafts: int, rate: float) -> None:
-        """Add rows with the capacity of 1, 2, .. replicas, the needed and the allowed number."""
+        """Add rows with the capacities of 1, 2, .. replicas, the needed and the most allowed."""
         steps = self.options.output_len / (1 + sum(self.joint(drafts)))
         needed = replicas.needed(engine_rate, steps, rate)
         max_count = replicas.max_count
@@ -195,8 +195,8 @@ class Planner:
         for count in sorted(counts):
             values = {"capacity": replicas.capacity(engine_rate, steps, count)}
             self._add("replicas", f"{count} replica{'s' * (count > 1)}", values, replicas=count)
-        served = replicas.capacity(engine_rate, steps, max_count)
-        self.sentences.append(replicas.sentence(needed, self.options, served))
+        max_rate = replicas.capacity(engine_rate, steps, max_count)
+        self.sentences.append(replicas.sentence(needed, self.options, max_rate))
 
     def capacity(self, drafts: int) -> float:
         """The highest rate in requests/s at which one engine keeps the bounds permanently, or 0.
@@ -220,7 +220,7 @@ class Planner:
 
         base_count = 4 * fleet.slots
         # An upper bound of the rate, from an engine that is never idle: all requests arrive at
-        # once. They run in lockstep; random arrivals can be served at a higher rate, hence 1.3.
+        # once. Random arrivals can be served at a higher rate, hence 1.3.
         ends = np.sort(fleet.run(np.zeros((1, 2 * base_count))).end_EN[0])
         limit = 1.3 * base_count / float(ends[3 * base_count // 2] - ends[base_count // 2])
         guess = kept_rates(limit * np.geomspace(0.05, 1, 2 * _RATES), max(base_count, 48))[3]
@@ -250,7 +250,7 @@ def figures(served: Sequence[Served], bounds: Mapping[str, float]) -> dict[str, 
 
 
 def _crossing(rates: Array, share: Array) -> float:
-    """The rate up to which enough requests keep the bounds, from their share at each of `rates`."""
+    """The rate up to which a share of `_MET` keeps the bounds, given the share at each rate."""
     kept = int(np.logical_and.accumulate(share >= _MET).sum())
     if not kept or kept == len(rates):
         return float(rates[-1]) if kept else 0.0
@@ -306,7 +306,7 @@ def tables(rows: Sequence[Row]) -> dict[str, Table]:
 
 
 def _needs(rows: Sequence[Row]) -> Table:
-    """Mean tokens per round that each K needs to pay; a dash if it needs more than K + 1."""
+    """Mean tokens per round that each K needs to pay; a dash if K needs more than K + 1."""
     drafts = sorted(int(n[12:]) for n in rows[0].values if n.startswith("need_length_"))
     lines = []
     for row in rows:
@@ -325,7 +325,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
         elif last == largest:
             finding = f"pay up to batch {largest}, the most that run at once."
         else:
-            finding = f"pay up to batch {last}, and at none above."
+            finding = f"pay up to batch {last}, and at no larger batch."
         lines.append(f"At {row.labels['context']} tokens of context drafts {finding}")
     return lines
 
@@ -335,7 +335,7 @@ def charts(rows: Sequence[Row]) -> list[str]:
     return bench.charts([row for row in rows if row.labels["kind"] == "simulated"])
 
 
-_ESTIMATED = {
+_ESTIMATED = {  # engine options that an estimate reads
     *("model", "speculative_config", "dtype", "local_files_only", "max_model_len", "max_num_seqs"),
     *("max_num_batched_tokens", "max_step_seconds", "block_size", "num_blocks", "kv_cache_gib"),
 }
@@ -359,8 +359,8 @@ class Command:
             replicas, options = replicas_of(model, options), sized_for(model, options)
             engine = engine_options(model, replicas.threads)
             if options.stored is not None or options.bandwidth is not None:
-                used = {"model"} if options.stored is not None else _ESTIMATED
-                engine = {name: engine[name] for name in used}
+                names_read = {"model"} if options.stored is not None else _ESTIMATED
+                engine = {name: engine[name] for name in names_read}
         profile = self._profile(engine, options, params)
         acceptance = _acceptance(profile, options)
         planner, notes = Planner(profile, acceptance, options, replicas), list[str]()
@@ -383,7 +383,7 @@ class Command:
             raise ConfigError("sampling parameters", params, bound, "See --calibrate.")
         if options.stored is not None:
             profile = Profile.read(options.stored)
-            bound = f"left out beside a profile, which is of {profile.model}, {profile.method}"
+            bound = f"left out: the profile is of {profile.model}, {profile.method}"
             allowed = {"model"} if engine.get("model") in (None, profile.model) else set[str]()
             _check_unset(engine, allowed, bound)
             return profile
@@ -396,13 +396,13 @@ class Command:
     def _calibrated(
         self, config: EngineConfig, options: PlanOptions, params: SamplingParams
     ) -> Profile:
-        engine_options = {f.name: getattr(config, f.name) for f in fields(config)}
+        llm_options = {f.name: getattr(config, f.name) for f in fields(config)}
         with self._reporter.status(f"Loading {config.model}"):
             from foretoken.lab.plan.calibrate import Calibration
             from foretoken.lab.workloads import heldout
             from foretoken.llm import LLM
 
-            llm = LLM(**engine_options)
+            llm = LLM(**llm_options)
         text = list[int]()
         if (tokenizer := llm.engine.tokenizer) is not None:
             text = tokenizer.encode("".join(item.prompt + item.reference for item in heldout(24)))
@@ -459,7 +459,7 @@ def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
         return Acceptance.stated(drafts, **stated)
     if profile.acceptance is None:
         remedy = "Or give one of --acceptance-rates, --acceptance-length, --acceptance-file."
-        bound = "given: this profile has measured none"
+        bound = "given: the profile has no measured acceptance"
         raise ConfigError("acceptance_rate", None, bound, remedy)
     return Acceptance(tuple(profile.acceptance), source="measured with the steps")
 
@@ -467,7 +467,7 @@ def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
 def _source_notes(planner: Planner) -> list[str]:
     profile, options = planner.profile, planner.options
     known = planner.acceptance.joint(planner.outlook.max_drafts)
-    joint = ", ".join(f"{rate:.2f}" for rate in known)
+    joint = ", ".join(f"{chance:.2f}" for chance in known)
     memory = sum(planner.memory().values()) / 2**30
     lines = [
         f"Costs: {profile.origin}, {profile.model}, {profile.method}. Acceptance: "
@@ -478,8 +478,8 @@ def _source_notes(planner: Planner) -> list[str]:
         lines.append(f"Every case was timed {repeats} times (--repeats).")
     if profile.origin == "estimated":
         lines.append(
-            "An estimate from shapes: weights are read at the stated rate, hosts are idle."
+            "An estimate from shapes: weights are read at the stated rate; host work takes no time."
         )
     if profile.prompts is None:
-        lines.append("The profile knows no prompts: they take no time here.")
+        lines.append("The profile has no costs of prompts: prompts take no time here.")
     return lines

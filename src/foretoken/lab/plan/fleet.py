@@ -51,7 +51,7 @@ class Replicas:
         return min(replicas / request_s, self.cores / (self.threads * request_s + streaming))
 
     def needed(self, engine_rate: float, steps: float, rate: float) -> int | None:
-        """The smallest number of replicas that serves a rate; None: no number of replicas does."""
+        """The smallest number of replicas that serves a rate; None: even `_MAX_REPLICAS` do not."""
         single = self.capacity(engine_rate, steps, 1)
         count = math.ceil(rate / single) if single else _MAX_REPLICAS + 1
         served = self.capacity(engine_rate, steps, count) * (1 + 1e-9)  # the division rounds
@@ -64,19 +64,19 @@ class Replicas:
         """
         bounds = f"TTFT {options.slo_ttft_ms:g} ms and TPOT {options.slo_tpot_ms:g} ms"
         demand = f"{options.rate:g} requests/s within {bounds}"
-        has = str(self.count) + (f" to {self.max_count}" if self.max_count != self.count else "")
+        counts = str(self.count) + (f" to {self.max_count}" if self.max_count != self.count else "")
         if needed is None:
             why = "" if self.cores is None else f" on {self.cores} cores"
             return f"No number of replicas of {self.name} serves {demand}{why}."
         enough = "enough" if needed <= self.max_count else "too few"
         return (
-            f"{demand} take {needed} replica{'s' * (needed != 1)} of {self.name}. The file has "
-            f"{has}, which is {enough}: they serve {max_rate:.3g} requests/s."
+            f"{demand} take {needed} replica{'s' * (needed != 1)} of {self.name}. The file allows "
+            f"{counts}, which is {enough}: {self.max_count} serve {max_rate:.3g} requests/s."
         )
 
 
 def read_model(options: PlanOptions) -> FleetModel:
-    """The model of the file to plan for: the one in `fleet_model`, or the first.
+    """The model to plan for: the model that `fleet_model` names, or the first of the file.
 
     `ConfigError`: the file does not describe a fleet, or has no such model.
     """

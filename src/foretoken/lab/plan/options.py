@@ -83,7 +83,7 @@ class PlanOptions:
     output: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _ = self.batch_sizes
+        _ = self.batch_sizes  # raises an error if they are wrong
         for name in ("repeats", "input_len", "output_len", "requests"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
@@ -123,7 +123,7 @@ class PlanOptions:
         hardware = ("bandwidth", self.bandwidth), ("tflops", self.tflops)
         missing = [name for name, value in hardware if value is None]
         if len(missing) == 1:
-            raise ConfigError(missing[0], None, "given, since its companion is", "State both.")
+            raise ConfigError(missing[0], None, "given: `bandwidth` and `tflops` need each other")
         for name, value in hardware:
             if value is not None:
                 check_number(name, value, 1e-3, 1e6)
@@ -142,17 +142,17 @@ class PlanOptions:
 
     @property
     def rates(self) -> list[float] | None:
-        """`acceptance_rates` as numbers; None if the option was not given."""
+        """The chances in `acceptance_rates` (`rate` counts requests); None if not given."""
         if self.acceptance_rates is None:
             return None
         try:
             return [float(text) for text in self.acceptance_rates.split(",")]
         except ValueError:
-            bound = "numbers in [0, 1], separated by commas, none above the one before"
+            bound = "numbers in [0, 1] that never rise, separated by commas"
             raise ConfigError("acceptance_rates", self.acceptance_rates, bound) from None
 
     @property
     def stored(self) -> Path | None:
-        """The profile to read; None if it does not exist yet, or if costs are to be measured."""
+        """The file of an existing profile; None without such a file, or with `calibrate`."""
         path = Path(self.profile) if self.profile is not None else None
         return path if path is not None and path.exists() and not self.calibrate else None

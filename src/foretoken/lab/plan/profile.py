@@ -55,7 +55,7 @@ class Profile:
         rest: [J, D], seconds of a step with empty contexts, without its drafting.
         draft: [J, D], seconds of the step's drafting.
         context: [D], seconds per token of context, summed over all requests.
-        missed: seconds per prompt token that the drafter computes when it first drafts.
+        missed: seconds per token of a prompt, which the drafter computes before its first draft.
         prompts: costs of prompts; None: unknown, and prompts are left out of all figures.
         runs_ahead: whether each step is launched before the result of the previous step is read.
         lockstep: whether every request of a step makes as many draft passes as the request with
@@ -86,15 +86,15 @@ class Profile:
 
     def __post_init__(self) -> None:
         check_choice("profile.origin", self.origin, ORIGINS)
-        for name, first in (("drafts", 0), ("batches", 1)):
-            _check_rising(f"profile.{name}", getattr(self, name), first)
+        for name, start in (("drafts", 0), ("batches", 1)):
+            _check_rising(f"profile.{name}", getattr(self, name), start)
         J, D = len(self.batches), len(self.drafts)
         _check_seconds("profile.rest", self.rest, J, D)
         _check_seconds("profile.draft", self.draft, J, D)
         _check_seconds("profile.context", self.context, D)
         _check_seconds("profile.missed", self.missed)
         if not (np.add(self.rest, self.draft) > 0).all():
-            raise ConfigError("profile.rest", 0.0, "more than 0 seconds, with `draft`")
+            raise ConfigError("profile.rest", 0.0, "more than 0 seconds together with `draft`")
         if self.prompts is not None:
             _check_rising("profile.prompts.tokens", self.prompts.tokens, None, min_count=2)
             P = len(self.prompts.tokens)
@@ -107,9 +107,9 @@ class Profile:
                 check_number(f"profile.limits.{name}", value, 0.001, 1e6)
         if self.acceptance is not None:
             limit = 1.0
-            for i, rate in enumerate(self.acceptance):
-                check_number(f"profile.acceptance[{i}]", rate, 0, limit)
-                limit = rate
+            for i, chance in enumerate(self.acceptance):
+                check_number(f"profile.acceptance[{i}]", chance, 0, limit)
+                limit = chance
 
     @property
     def max_drafts(self) -> int:
@@ -122,10 +122,10 @@ class Profile:
 
     @cached_property
     def table(self) -> StepTable:
-        """Costs for every K, on smooth curves through the measured costs."""
-        every = np.arange(self.max_drafts + 1)
-        rest, draft = (smooth(self.drafts, np.array(x), every) for x in (self.rest, self.draft))
-        context = np.interp(every, self.drafts, self.context)
+        """Costs for every K, interpolated between the measured K."""
+        all_k = np.arange(self.max_drafts + 1)
+        rest, draft = (smooth(self.drafts, np.array(x), all_k) for x in (self.rest, self.draft))
+        context = np.interp(all_k, self.drafts, self.context)
         return StepTable(np.array(self.batches), rest, np.maximum(draft, 0), context, self.missed)
 
     def write(self, path: Path) -> None:
@@ -150,19 +150,19 @@ class Profile:
             data["limits"] = EngineLimits(**data["limits"])
             return cls(**data)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ConfigError("profile", str(path), "complete", f"{error}.") from None
+            raise ConfigError("profile", str(path), "a complete profile", f"{error}.") from None
 
 
-def _check_rising(name: str, values: Any, first: int | None, min_count: int = 1) -> None:
+def _check_rising(name: str, values: Any, start: int | None, min_count: int = 1) -> None:
     """Raise `ConfigError` unless `values` are at min_count `min_count` rising integers.
 
-    They must begin with `first`, or, if it is None, with any integer >= 1.
+    They must begin with `start`, or, if `start` is None, with any integer >= 1.
     """
     is_list = isinstance(values, Sequence) and not isinstance(values, str)
-    if not is_list or len(values) < min_count or (first is not None and values[0] != first):
-        begins = "" if first is None else f" from {first} on"
+    if not is_list or len(values) < min_count or (start is not None and values[0] != start):
+        begins = "" if start is None else f" from {start} on"
         raise ConfigError(name, values, f"{min_count} or more integers in rising order{begins}")
-    previous = 0 if first is None else first - 1
+    previous = 0 if start is None else start - 1
     for i, value in enumerate(values):
         check_int(f"{name}[{i}]", value, previous + 1)
         previous = value
@@ -182,9 +182,9 @@ def _check_seconds(name: str, values: Any, *shape: int) -> None:
 def smooth(x: Sequence[float], y_NX: Array, new_x: Array) -> Array:
     """Values [N, W] at `new_x` [W], on N monotone cubic curves through points (x, y_NX).
 
-    A curve rises where its points rise, and falls where they fall (Fritsch and Butland 1984, ends
-    as in Moler 2004). Outside the points it is constant. Between K=3 and K=7 of a published EAGLE-3
-    table the curve is 1.2 % off, a straight line 3 %.
+    A curve rises where its points rise, and falls where they fall (Fritsch and Butland 1984, slopes
+    at the ends as in Moler 2004). Outside the points it is constant. Between K=3 and K=7 of a
+    published EAGLE-3 table the curve is 1.2 % off, a straight line 3 %.
     """
     x_X, x_W = np.asarray(x, dtype=float), np.clip(np.asarray(new_x, dtype=float), x[0], x[-1])
     if len(x_X) < 3:
@@ -228,27 +228,27 @@ class Shape:
     def read(cls, folder: Path, *, is_head: bool = False) -> Shape:
         """Read a model's shape from its config.json.
 
-        is_head: whether the model is an EAGLE-3 head. The cost of its features, which are made once
-            a step, is left out.
+        is_head: whether the model is an EAGLE-3 head. The cost of the head's features, which are
+            made once a step, is left out.
 
         Raises:
-            CheckpointError: there is no config.json, or it lacks a needed field.
+            CheckpointError: config.json is missing, cannot be read, or lacks a field.
             UnsupportedModelError: a mixture of experts, of which each token reads only a part.
         """
         config = config_of(folder)
         if any(map(config.get, ("num_experts", "num_local_experts", "n_routed_experts"))):
-            why = "is a mixture of experts: what a token reads of it does not follow from shapes."
-            raise UnsupportedModelError(f"{folder} {why} Measure it: leave out --bandwidth.")
+            why = "is a mixture of experts: shapes do not tell which weights a token reads."
+            raise UnsupportedModelError(f"{folder} {why} Measure the costs: leave out --bandwidth.")
         try:
             width, heads = config["hidden_size"], config["num_attention_heads"]
             layers, inner = config["num_hidden_layers"], config["intermediate_size"]
             vocab = config.get("draft_vocab_size") or config["vocab_size"]
         except KeyError as error:
             raise CheckpointError(f"{folder}/config.json lacks {error}.") from None
-        size = config.get("head_dim") or width // heads
-        kv_numbers = 2 * (config.get("num_key_value_heads") or heads) * size
+        dim = config.get("head_dim") or width // heads
+        kv_numbers = 2 * (config.get("num_key_value_heads") or heads) * dim
         inputs = 2 * width if is_head else width  # a head's layer reads embedding and feature
-        layer = inputs * (heads * size + kv_numbers) + heads * size * width + 3 * width * inner
+        layer = inputs * (heads * dim + kv_numbers) + heads * dim * width + 3 * width * inner
         return cls(layers * layer + vocab * width, layers * kv_numbers)
 
 
@@ -311,16 +311,16 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
             raise CheckpointError(f"{why} in --speculative-config.")
         draft = Shape.read(find(speculation.model), is_head=speculation.method == "eagle3")
     dtype = config_of(folder).get("dtype") if config.dtype == "auto" else config.dtype
-    size = kv_size = float(_BYTES.get(str(dtype), 2))
+    weight_bytes = kv_bytes = float(_BYTES.get(str(dtype), 2))  # of one number
     if folder.is_file():  # a GGUF file, which runs on a CPU
-        size, kv_size = _bytes_of_a_weight(folder), float(_BYTES["float32"])
+        weight_bytes, kv_bytes = _bytes_of_a_weight(folder), float(_BYTES["float32"])
 
     def seconds(shape: Shape, rows: int) -> float:
-        return max(size * shape.weights / bandwidth, 2 * shape.weights * rows / flops)
+        return max(weight_bytes * shape.weights / bandwidth, 2 * shape.weights * rows / flops)
 
     batches = [b for b in sorted({*_CHUNKS, config.max_num_seqs}) if b <= config.max_num_seqs]
     drafts = list(range(config.num_drafts + 1))
-    token_bytes = int(kv_size * (target.kv_numbers + draft.kv_numbers))
+    token_bytes = int(kv_bytes * (target.kv_numbers + draft.kv_numbers))
     block = config.block_size or BLOCK_SIZES["cuda"]
     return Profile(
         model=config.model,
@@ -330,7 +330,7 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
         batches=batches,
         rest=[[seconds(target, b * (1 + k)) for k in drafts] for b in batches],
         draft=[[k * seconds(draft, b) for k in drafts] for b in batches],
-        context=[kv_size * (target.kv_numbers + k * draft.kv_numbers) / bandwidth for k in drafts],
+        context=[kv_bytes * (target.kv_numbers + k * draft.kv_numbers) / bandwidth for k in drafts],
         missed=2 * draft.weights / flops,
         prompts=PromptCosts(_CHUNKS, [seconds(target, n) for n in _CHUNKS]),
         limits=_limits(config, folder, block, token_bytes, length),
@@ -338,22 +338,22 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
         lockstep=True,
         block_bytes=block * token_bytes,
         memory={
-            "weights": int(size * target.weights),
-            "weights of the draft": int(size * draft.weights),
+            "weights": int(weight_bytes * target.weights),
+            "weights of the draft": int(weight_bytes * draft.weights),
         },
         made={"hardware": {"bytes_per_s": bandwidth, "flops": flops}},
     )
 
 
-_KINDS = ("rate", "rates", "length")
+_STATED = ("rate", "rates", "length")
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """The chances that the first 1, 2, .. drafts are all accepted.
 
-    They are stated as a rate or a length at the largest K, with the decay of synthetic acceptance,
-    as a rate for each position, or in a file.
+    They are stated as a mean rate or a mean length at the largest K, with the decay of synthetic
+    acceptance, as a rate for each position, or in a file.
 
     rates: the known chances, for 1, 2, .. drafts
     lengths: in place of rates: mean tokens of a round, bonus included, by K
@@ -370,15 +370,15 @@ class Acceptance:
         return max(self.lengths, default=len(self.rates))
 
     def joint(self, drafts: int) -> tuple[float, ...]:
-        """The chances for K <= `max_drafts`; lengths between two known K are interpolated."""
-        check_int("drafts", drafts, 0, self.max_drafts, "No acceptance is known beyond.")
+        """The chances for this number of drafts, interpolated between lengths of known K."""
+        check_int("drafts", drafts, 0, self.max_drafts, "The acceptance of more drafts is unknown.")
         if not self.lengths or not drafts:
             return tuple(self.rates[:drafts])
         known = sorted({0: 1.0, **self.lengths}.items())
         ks, lengths = zip(*known, strict=True)
         length = float(np.interp(drafts, ks, lengths))
-        rate = (length - 1) / drafts
-        return joint_rates(conditional_rates(drafts, synthetic_acceptance_rate=rate))
+        mean = (length - 1) / drafts
+        return joint_rates(conditional_rates(drafts, synthetic_acceptance_rate=mean))
 
     @classmethod
     def stated(cls, drafts: int, **given: Any) -> Self:
@@ -386,9 +386,9 @@ class Acceptance:
 
         drafts: K of a rate or length; for `rates`, K is their number
         """
-        names = [name for name in _KINDS if given.get(name) is not None]
+        names = [name for name in _STATED if given.get(name) is not None]
         if len(names) != 1:
-            bound = f"one of {', '.join(_KINDS)}, and no other beside it"
+            bound = f"exactly one of {', '.join(_STATED)}"
             raise ConfigError("acceptance", names, bound)
         count = drafts
         if names == ["rates"]:
@@ -406,9 +406,9 @@ class Acceptance:
     def read(cls, path: Path, drafts: int, name: str | None = None) -> Self:
         """Read acceptance from a file of JSON or YAML.
 
-        It has results of `foretoken bench`, `{"rate": r}`, `{"rates": [..]}`, `{"length": L}`, or
-        lengths by K, as in public tables of acceptance lengths. Tables may have names, nested ones,
-        too, as in `{"a-model": {"thinking_on": {1: 1.78, ..}}}`.
+        The file has results of `foretoken bench`, `{"rate": r}`, `{"rates": [..]}`,
+        `{"length": L}`, or public tables of lengths by K. Tables may have nested names, as in
+        `{"a-model": {"thinking_on": {1: 1.78, ..}}}`.
 
         drafts: K of a rate or length
         name: the name of a table, nested names joined by `/`; None: the only table
@@ -417,15 +417,15 @@ class Acceptance:
         source = f"{path.name}{f', {name}' if name else ''}"
         if isinstance(data, Mapping) and "rows" in data:
             return cls(_rates_of_results(path, data["rows"]), source=source)
-        if isinstance(data, Mapping) and (set(data) & {*_KINDS}):
-            stated = cls.stated(drafts, **{kind: data.get(kind) for kind in _KINDS})
+        if isinstance(data, Mapping) and (set(data) & {*_STATED}):
+            stated = cls.stated(drafts, **{key: data.get(key) for key in _STATED})
             return cls(stated.rates, source=source)
         tables = dict(_tables(data, ""))
         if name is None and len(tables) == 1:
             name = next(iter(tables))
         if name not in tables:
-            bound = f"one of {', '.join(tables)}" if tables else "left out: the file has no table"
-            raise ConfigError("acceptance_name", name, bound, f"It is about {path.name}.")
+            bound = f"one of {', '.join(tables)}" if tables else "a table, but the file has none"
+            raise ConfigError("acceptance_name", name, bound, f"The file is {path.name}.")
         lengths = tables[str(name)]
         for k, length in lengths.items():
             check_int(f"{path.name}: {name}", k, 1)
@@ -434,7 +434,7 @@ class Acceptance:
 
 
 def _length_as_rate(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """The options with a mean length replaced by the mean rate that gives it.
+    """The options with a mean length replaced by the mean rate that gives this length.
 
     The chances of a mean rate decay from draft to draft, like the chances of real drafts.
     """
@@ -464,7 +464,7 @@ def _rates_of_results(path: Path, rows: Any) -> tuple[float, ...]:
         known = values if isinstance(values, Mapping) else {}
         rates_of_rows.append([known[name] for name in takewhile(known.__contains__, names)])
     if not any(rates_of_rows):
-        bound = "results with `unconditional_at_1`: those of a run with drafts"
+        bound = "results of a run with drafts, which have `unconditional_at_1`"
         raise ConfigError("acceptance_file", str(path), bound)
     rates = list[float]()
     longest: list[Any] = max(rates_of_rows[::-1], key=len)

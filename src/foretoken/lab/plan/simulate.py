@@ -117,7 +117,7 @@ class Simulation:
         return self.served
 
     def step(self) -> None:
-        """Like `Engine.step`: launch a step, and commit it, or the last one if steps run ahead."""
+        """Like `Engine.step`: launch a step; commit it or, if steps run ahead, the last step."""
         plan = self.scheduler.schedule()
         for slot in plan.left_slots:
             self._release(slot)
@@ -126,8 +126,8 @@ class Simulation:
         done: Sequence[Share] = plan.shares
         if self.profile.runs_ahead:
             done, self._unread = self._unread, done
-        # Requests that have ended since the launch still run on a GPU (which drafts in lockstep),
-        # where the step has already begun, but not on a host.
+        # Requests that have ended since the launch still cost time on a GPU (which drafts in
+        # lockstep), where the step has already begun, but not on a host.
         live, ended = list[Share](), list[Share]()
         for share in done:
             (ended if share.request.status is Status.FINISHED else live).append(share)
@@ -138,7 +138,7 @@ class Simulation:
         length = spec.input_len + spec.output_len
         max_len = min(limits.max_model_len, limits.num_blocks * limits.block_size)
         if length > max_len:
-            bound = f"at most {max_len}, what a request of this engine may have"
+            bound = f"at most {max_len}, the most tokens of a request in this engine"
             raise CapacityError("input_len + output_len", length, bound)
         params = SamplingParams(max_tokens=spec.output_len, ignore_eos=True)
         arrival = spec.arrival if self.concurrency is None else self.now
@@ -153,7 +153,7 @@ class Simulation:
     def _commit(self, shares: Sequence[Share], ended: Sequence[Share]) -> None:
         """End a step: advance the clock, draw the accepted drafts, and report the step.
 
-        ended: shares of requests that have ended, but cost time
+        ended: shares of requests that have ended, but still cost time
         """
         seconds = self._clock.seconds(shares, ended)
         self.now += seconds
@@ -178,7 +178,7 @@ class Simulation:
         if not share.decides:
             return DrawnOutcome((), 0, 0)
         drafts = max(min(share.max_drafts, request.num_remaining - 1), 0)
-        accepted = sum(u < rate for rate in self.joint_K[:drafts])
+        accepted = sum(u < chance for chance in self.joint_K[:drafts])
         return DrawnOutcome([0] * (accepted + 1), drafts, accepted)
 
     def _append_tokens(self, share: Share, drawn: DrawnOutcome) -> None:
@@ -239,7 +239,7 @@ class StepClock:
 
 
 class Outlook:
-    """Rates of a batch in which all requests decode, by its size, K, and tokens of context each.
+    """Rates of a batch in which all requests decode, by batch size, K, and context per request.
 
     max_drafts: the largest K
     """
@@ -261,7 +261,7 @@ class Outlook:
         return max(range(self.max_drafts + 1), key=lambda k: (self.rate(batch, k, context), -k))
 
     def break_even_length(self, batch: int, drafts: int, context: int) -> float:
-        """Mean tokens per round, with the bonus, that K needs to pay; it never does above K + 1."""
+        """Mean tokens per round (at most K + 1, bonus included) that K drafts need to pay."""
         return self.seconds(batch, drafts, context) / self.seconds(batch, 0, context)
 
     def largest_paying_batch(self, context: int) -> int:
@@ -309,7 +309,7 @@ class Fleet:
         blocks = -(-(self.input_len + self.output_len) // limits.block_size) + 1
         self.slots = min(limits.max_num_seqs, limits.num_blocks // blocks)
         if self.slots < 1:
-            bound = f"at most {limits.num_blocks * limits.block_size} tokens of cache"
+            bound = f"at most {(limits.num_blocks - 1) * limits.block_size}, the cache's room"
             raise ConfigError("input_len + output_len", self.input_len + self.output_len, bound)
         drafts, profile = len(self.joint_K), self.profile
         # Whether a step launched ahead also computes requests that have ended since. Without drafts
@@ -336,10 +336,10 @@ class _Run:
         self._fleet, self._random = fleet, np.random.default_rng(seed)
         self._engines, self._count = arrival_EN.shape
         self._now_E = np.zeros(self._engines)
-        # Numbers of requests that have got a slot, that have one, and that ended in the last step
-        # (a step that was launched ahead contains them).
+        # Numbers of requests that ever got a slot, that have a slot now, and that ended in the last
+        # step (a step that was launched ahead still computes them).
         self._admitted_E, self._active_E, self._ended_E = np.zeros((3, self._engines), np.int64)
-        self._launch_E = np.zeros(self._engines)  # until when requests join the next step
+        self._launch_E = np.zeros(self._engines)  # latest arrival that joins the next step
         self._next_E = arrival_EN[:, 0].copy()  # arrival of the next request to get a slot
         self._engine_A = self._request_A = np.zeros(0, dtype=np.int64)
         self._prompt_A = self._left_A = self._engine_A  # tokens left to compute, and to emit
@@ -353,7 +353,7 @@ class _Run:
         return self._times
 
     def _admit(self) -> bool:
-        """Give free slots to requests that have arrived; returns False when all are served."""
+        """Give free slots to arrived requests; returns False when all requests are served."""
         idle_E = (self._active_E == 0) & np.isfinite(self._next_E)
         self._now_E = np.where(idle_E, np.maximum(self._now_E, self._next_E), self._now_E)
         self._launch_E = np.where(idle_E, self._now_E, self._launch_E)
@@ -409,8 +409,8 @@ class _Run:
     def _chunks(self, rows_E: Array, decoding_E: Array) -> Array:
         """The number of prompt tokens of each request that this step computes, [A].
 
-        As in `Scheduler`, older requests come first. The tokens of a step are limited by the batch
-        size and, if decoding requests wait for the step, by its seconds.
+        As in `Scheduler`, older requests come first. The tokens of a step are limited by
+        `max_num_batched_tokens` and, if decoding requests wait for the step, by its seconds.
 
         rows_E, decoding_E: rows and seconds of the decoding requests in the step
         """
@@ -420,11 +420,11 @@ class _Run:
         index = index[np.argsort(self._engine_A[index], kind="stable")]
         engine, prompt = self._engine_A[index], self._prompt_A[index]
         room_E = np.maximum(limits.max_num_batched_tokens - rows_E, 0).astype(np.int64)
-        _, first, group = np.unique(engine, return_index=True, return_inverse=True)
+        _, oldest, group = np.unique(engine, return_index=True, return_inverse=True)
 
         def sum_of_older(values: Array) -> Array:  # requests of the same engine
             before = np.cumsum(values) - values
-            return np.asarray(before - before[first][group])
+            return np.asarray(before - before[oldest][group])
 
         older_tokens, start = sum_of_older(prompt), self._fleet.input_len - prompt
         chunk = np.clip(room_E[engine] - older_tokens, 0, prompt)
@@ -433,8 +433,8 @@ class _Run:
             room = Room.of_step(prompts, limit, decoding_E[engine], rows_E[engine])
             room.tokens = older_tokens
             room.pairs = sum_of_older(prompt * (start + prompt / 2))
-            oldest_gets = np.minimum(chunk, older_tokens == 0)  # at least one token
-            fitting = np.maximum(room.fitting(start, chunk), oldest_gets)
+            minimum = np.minimum(chunk, older_tokens == 0)  # one token for the oldest request
+            fitting = np.maximum(room.fitting(start, chunk), minimum)
             chunk = np.where(rows_E[engine] > 0, fitting, chunk)
         chunk_A = np.zeros_like(self._prompt_A)
         chunk_A[index] = chunk
@@ -444,8 +444,8 @@ class _Run:
         """Draw accepted drafts, note first tokens and ends, and free slots of ended requests."""
         fleet = self._fleet
         u_A, accepted_A = self._random.random(len(drafts_A)), np.zeros_like(drafts_A)
-        for k, rate in enumerate(fleet.joint_K):
-            accepted_A += (u_A < rate) & (k < drafts_A)
+        for k, chance in enumerate(fleet.joint_K):
+            accepted_A += (u_A < chance) & (k < drafts_A)
         self._prompt_A = self._prompt_A - chunk_A
         first_A = (chunk_A > 0) & (self._prompt_A == 0)
         self._left_A = self._left_A - (accepted_A + 1) * decodes_A - first_A
@@ -459,7 +459,7 @@ class _Run:
             self._active_E -= ended_E
             if fleet.profile.runs_ahead:
                 self._ended_E = np.where(self._active_E > 0, ended_E, 0)
-                # Where no request is left, the step that was launched ahead is only for ended ones.
+                # Where no request is left, the step launched ahead computes only ended requests.
                 wasted_E = (ended_E - self._ended_E) * fleet.computes_ended
                 self._now_E += fleet.seconds_T[wasted_E]
             for name in ("_engine_A", "_request_A", "_prompt_A", "_left_A", "_fresh_A"):

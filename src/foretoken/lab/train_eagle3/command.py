@@ -66,24 +66,24 @@ def read_documents(path: Path) -> Documents:
     else:
         for number, line in enumerate(content.split("\n"), 1):
             if line.strip():
-                kind, text = _parse_line(path, number, line)
-                (documents.texts if kind == "text" else documents.prompts).append(text)
+                key, text = _parse_line(path, number, line)
+                (documents.texts if key == "text" else documents.prompts).append(text)
     if not any(text.strip() for text in (*documents.texts, *documents.prompts)):
         raise ConfigError("data", str(path), "a file with text in it")
     return documents
 
 
 def _parse_line(path: Path, number: int, line: str) -> tuple[str, str]:
-    """Read a JSON line; returns its kind, `text` or `prompt`, and its string."""
+    """Read a JSON line; returns its key, `text` or `prompt`, and its string."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
         row = None
-    kinds = [kind for kind in ("text", "prompt") if isinstance(row, dict) and kind in row]
-    if len(kinds) != 1 or not isinstance(row[kinds[0]], str):
+    keys = [key for key in ("text", "prompt") if isinstance(row, dict) and key in row]
+    if len(keys) != 1 or not isinstance(row[keys[0]], str):
         bound = "a JSON object with one of `text` and `prompt`, a string"
         raise ConfigError(f"data, line {number} of {path.name}", line, bound)
-    return kinds[0], row[kinds[0]]
+    return keys[0], row[keys[0]]
 
 
 class Batches:
@@ -168,7 +168,7 @@ def describe_head(
     """
     text = target.get_text_config()
     if text.num_hidden_layers < 3:
-        why = f"it takes 3 layers or more, the target has {text.num_hidden_layers}."
+        why = f"it needs 3 layers or more, and has {text.num_hidden_layers}."
         raise UnsupportedModelError(f"No head can be trained for this `{text.model_type}`: {why}")
     num_draft_ids = draft_vocab_size or text.vocab_size
     if num_draft_ids > text.vocab_size:
@@ -278,7 +278,7 @@ class Training:
         self._texts = self.folder / "training" / "texts.safetensors"
         if options.resume != self._state.exists():
             bound = f"a folder {'with' if options.resume else 'without'} a checkpoint"
-            remedy = "" if options.resume else "`resume` goes on from it."
+            remedy = "" if options.resume else "`resume` continues from the checkpoint."
             raise ConfigError("output", options.output, f"{bound} (`{self._state}`)", remedy)
         if options.resume:
             with reading(self._options_file):
@@ -339,8 +339,8 @@ class Training:
         temperatures = [t for t, share in SAMPLING for _ in range(round(share * 20))]
         params = []
         for prompt, temperature in zip(prompts, cycle(temperatures), strict=False):
-            left = length - len(prompt)
-            params.append(SamplingParams(temperature=temperature, max_tokens=left, ignore_eos=True))
+            room = length - len(prompt)
+            params.append(SamplingParams(temperature=temperature, max_tokens=room, ignore_eos=True))
         self._say(f"The target writes {len(prompts)} texts of {length} tokens.")
         engine: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
         with LLM(options.model, **engine, max_model_len=length, seed=options.seed) as llm:
@@ -369,12 +369,13 @@ class Training:
 
     def _loop(self, trainer: Trainer, batches: Batches, interrupt: Interrupt) -> None:
         options, report_every = self.options, max(1, self.options.steps // _REPORTS)
-        start, first = time.perf_counter(), trainer.step
+        start, first_step = time.perf_counter(), trainer.step
         while trainer.step < options.steps and interrupt.name is None:
             loss = trainer.train(batches.batch(trainer.step))
             done = trainer.step
             if done % report_every == 0 or done == options.steps:
-                self._report(trainer, loss.item(), (time.perf_counter() - start) / (done - first))
+                seconds = (time.perf_counter() - start) / (done - first_step)
+                self._report(trainer, loss.item(), seconds)
             if done % options.save_every == 0:
                 trainer.save(self._state)
             self._note(f"{done} of {options.steps} steps were done; `--resume` goes on from there.")
@@ -386,9 +387,9 @@ class Training:
             bound = f"lower: the loss is {loss} at step {done}"
             raise ConfigError("learning_rate", options.learning_rate, bound)
         trainer.history.append({"step": done, "loss": loss})
-        left = (options.steps - done) * seconds
+        left_s = (options.steps - done) * seconds
         kind = "kl" if done <= options.kl_share * options.steps else options.loss
-        self._say(f"step {done} of {options.steps}: loss {loss:.4f} ({kind}), {left:.0f} s left")
+        self._say(f"step {done} of {options.steps}: loss {loss:.4f} ({kind}), {left_s:.0f} s left")
 
     def _save(self, trainer: Trainer, held_NL: Tensor) -> None:
         options = self.options
@@ -400,9 +401,9 @@ class Training:
         facts["data"] = Path(options.data).name
         facts["steps"] = f"{trainer.step} of {options.steps}"
         for temperature in (1.0, 0.5):
-            rates = trainer.evaluate(held_NL, options.batch_size, temperature)
-            name = f"accepted at T={temperature:g} on texts that it was not trained on, by position"
-            facts[name] = ", ".join(f"{rate:.3f}" for rate in rates)
+            chances = trainer.evaluate(held_NL, options.batch_size, temperature)
+            name = f"accepted at T={temperature:g} on texts left out of training, by position"
+            facts[name] = ", ".join(f"{chance:.3f}" for chance in chances)
             self._say(f"{name}: {facts[name]}")
         write_card(self.folder, facts, trainer.history)
         self._say(f"Wrote `{self.folder}`.")

@@ -79,9 +79,9 @@ class TrainOptions:
                 raise ConfigError(name, getattr(self, name), "a path", f"Give `--{name}`.")
         for name in ("steps", "batch_size", "save_every"):
             check_int(name, getattr(self, name), 1)
-        check_int("num_texts", self.num_texts, 2, remedy="One is kept for measuring.")
+        check_int("num_texts", self.num_texts, 2, remedy="One text is kept for measuring.")
         check_int("unroll", self.unroll, 1, 16)
-        check_int("length", self.length, 2 * self.unroll + 2, remedy="Twice `unroll` and more.")
+        check_int("length", self.length, 2 * self.unroll + 2, remedy="It depends on `unroll`.")
         check_int("seed", self.seed, 0, 2**63 - 1)
         check_number("learning_rate", self.learning_rate, 1e-8, 1.0)
         check_number("muon_share", self.muon_share, 0.0, 100.0)
@@ -94,7 +94,7 @@ class TrainOptions:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
         if self.tied_head and self.draft_vocab_size is not None:
-            remedy = "The target's output layer has all of its ids."
+            remedy = "The target's output layer has all ids."
             raise ConfigError("tied_head", True, "left out with `draft_vocab_size`", remedy)
 
     def to_resume(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class TrainOptions:
         return {name: value for name, value in asdict(self).items() if name not in may_change}
 
     def resumed(self, begun: Mapping[str, Any]) -> TrainOptions:
-        """These options, completed by those of the begun training; `ConfigError` if one differs."""
+        """These options with those of a begun training; `ConfigError`: an option contradicts it."""
         defaults = {field.name: field.default for field in fields(self)}
         begun = {**{name: defaults[name] for name in self.to_resume()}, **begun}
         for name, value in self.to_resume().items():

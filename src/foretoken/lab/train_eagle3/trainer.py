@@ -191,10 +191,10 @@ class Trainer:
         self._optimizer = HeadOptimizer(self.weights, *settings)
 
     def head(self) -> Stack:
-        """The head with the current weights in the target's dtype; gradients flow to them."""
+        """The head in the target's dtype, with the current weights, to which gradients flow."""
         embedding = self.target.embedding
         tensors = {n: w.to(embedding.dtype) for n, w in (self.weights | self._frozen).items()}
-        # Without target ids, its logits are for the ids that it drafts: p is gathered for these,
+        # Without target ids, the logits are only for the drafted ids: p is gathered for these ids,
         # which is cheaper than scattering q.
         return stack_of(tensors, self._config, Dense(embedding), None)
 
@@ -202,16 +202,16 @@ class Trainer:
         """Make one step on texts, int64 [B, T]; returns the loss without waiting for the device."""
         recipe = self.recipe
         warmup = max(1, int(_WARMUP_SHARE * recipe.steps))
-        rate = learning_rate(self.step, recipe.steps, recipe.learning_rate, warmup)
+        lr = learning_rate(self.step, recipe.steps, recipe.learning_rate, warmup)
         kind = recipe.loss if self.step >= recipe.kl_share * recipe.steps else "kl"
         temperature = TEMPERATURES[self.step % len(TEMPERATURES)]
-        rates, entropies = self._measure(token_BT, temperature)
-        loss = loss_of(kind, rates, entropies)
+        overlaps, entropies = self._measure(token_BT, temperature)
+        loss = loss_of(kind, overlaps, entropies)
         if kind != "kl":
             loss = loss + _KL_WEIGHT * loss_of("kl", (), entropies)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.weights.values(), _MAX_GRADIENT_NORM)
-        self._optimizer.step(rate)
+        self._optimizer.step(lr)
         self.step += 1
         return loss.detach()
 
@@ -236,9 +236,9 @@ class Trainer:
         """By draft position: the mean chance that this draft and all before it are accepted."""
         sums, count = torch.zeros(self.recipe.unroll, dtype=torch.float64), 0
         for i in range(0, len(rows_NL), batch_size):
-            rates, _ = self._measure(rows_NL[i : i + batch_size].long(), temperature)
-            sums += torch.stack(rates).cumprod(0).double().sum((1, 2)).cpu()
-            count += rates[0].numel()
+            overlaps, _ = self._measure(rows_NL[i : i + batch_size].long(), temperature)
+            sums += torch.stack(overlaps).cumprod(0).double().sum((1, 2)).cpu()
+            count += overlaps[0].numel()
         return (sums / count).tolist()
 
     def save(self, path: Path) -> None:
@@ -281,8 +281,8 @@ def _initial_weights(
 ) -> dict[str, Tensor]:
     """The initial weights of a head, float32 on the target's device.
 
-    With them a feature is nearly the last of the hidden states, scaled to size 1, and the layer
-    adds little to it. The output layer and its norm are the target's.
+    With these weights a feature is nearly the last of the hidden states, scaled to size 1, and the
+    layer adds little. The output layer and its norm are the target's.
     """
     device, width = target.embedding.device, config.hidden_size
     generator, weights = torch.Generator().manual_seed(seed), dict[str, Tensor]()

@@ -133,7 +133,7 @@ class _Flex:
 def _merge(
     out_BHSD: Tensor, lse_BHS: Tensor, query_BHSD: Tensor, key_JBHSD: Tensor, value_JBHSD: Tensor
 ) -> Tensor:
-    """The attention of a later step: that over step 0, merged with the keys of later steps.
+    """The attention of a later step: over step 0, merged with attention over later steps.
 
     Each position attends only to its own later keys, one per step.
 
@@ -153,7 +153,7 @@ def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Ten
     """A scalar loss from the `agreement` of each step.
 
     `kl`: the mean cross-entropy. `tv`: 1 - the mean overlap, which is the rate of rejections.
-    `length`: 1 - the accepted drafts per step, each with all drafts before it accepted.
+    `length`: 1 - the mean chance that a draft and all drafts before it are accepted.
     """
     if kind == "kl":
         return torch.stack(list(cross_entropies)).mean()

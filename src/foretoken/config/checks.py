@@ -89,7 +89,7 @@ def make_plain(config: Any) -> None:
 
 def template_text(name: str, value: str) -> str:
     """A chat template: the text of the file `value`, or `value` itself if it is Jinja text or may
-    name one of the tokenizer's templates. `ConfigError` for a missing file, or other text."""
+    name one of the tokenizer's templates. `ConfigError` if the file is missing or not UTF-8."""
     if "{{" in value or "{%" in value:
         return value
     path = Path(value)

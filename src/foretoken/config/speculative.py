@@ -48,7 +48,7 @@ class SpeculativeConfig:
             `num_speculative_tokens` it must be None.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
             None: 2 and 4.
-        suffix_corpus: a file of UTF-8 text, in which `suffix` looks up the tokens that follow.
+        suffix_corpus: a file of UTF-8 text, in which `suffix` looks up drafts, too.
         suffix_decoding_max_tree_depth: most tokens of a match that are compared.
         suffix_decoding_max_cached_requests: number of finished requests with outputs that are
             looked up, too; a new output replaces the oldest. 0: no outputs are looked up.

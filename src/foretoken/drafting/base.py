@@ -62,7 +62,8 @@ class DrafterSetup:
 class Drafter(ABC):
     """Base class of all drafters.
 
-    options: the fields of `SpeculativeConfig` that this drafter reads, but not all drafters read.
+    options: the fields of `SpeculativeConfig` that the drafter reads in addition to the fields that
+        every drafter reads; all other fields must be unset.
     looks_up: whether the drafter looks up drafts at hardly any cost, and may find no drafts.
         `hybrid` asks such drafters first.
     names: if several drafters are loaded together, their names by number, then `hybrid` if requests
@@ -152,7 +153,7 @@ class Drafter(ABC):
 
 
 def select_requests(requests: DraftRequests, index_A: Tensor) -> DraftRequests:
-    """The requests at these indices (one or more). Only on a host, because it reads `num_B`."""
+    """The requests at these indices (one or more). Only on a host, because `num_B` is read."""
     num_A, position_A = requests.num_B[index_A], requests.position_B[index_A]
     return requests._replace(
         slot_B=requests.slot_B[index_A], num_B=num_A, position_B=position_A, most=int(num_A.max())

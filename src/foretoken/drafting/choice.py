@@ -46,7 +46,7 @@ class _Mean(NamedTuple):
     rounds: int = _PRIOR_ROUNDS
 
     def updated(self, value: float) -> _Mean:
-        """The mean with one more round; after `_MOST_ROUNDS` rounds, earlier ones count less."""
+        """The mean with one more round; after `_MOST_ROUNDS`, earlier rounds count less."""
         rounds = min(self.rounds + 1, _MOST_ROUNDS)
         return _Mean(self.value + (value - self.value) / rounds, rounds)
 
@@ -97,7 +97,7 @@ class Chooser:
         expected: float,
         model: tuple[int, int],
     ) -> bool:
-        """Whether a request gets these looked-up drafts instead of a model's drafts.
+        """Whether a request gets these looked-up drafts, not a model's; recorded for `learn`.
 
         Args:
             drafter: number of the drafter that looked up the drafts.

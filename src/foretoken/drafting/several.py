@@ -67,7 +67,7 @@ class Several(Drafter):
         members, names = self.members, tuple(setup.speculation.members)
         look_ups = [i for i, member in enumerate(members) if member.looks_up]
         models = [i for i, member in enumerate(members) if not member.looks_up]
-        self._order = look_ups + models
+        self._order = look_ups + models  # numbers of members, as `hybrid` asks them
         self._model_number = models[0] if models else None  # the only one that `hybrid` may use
         self._hybrid_members = frozenset(look_ups + models[:1])
         has_hybrid = setup.on_host and bool(look_ups) and len(members) > 1
@@ -137,7 +137,7 @@ class Several(Drafter):
     def _propose_for(
         self, member_B: Tensor, number: int, requests: DraftRequests
     ) -> DraftBlock | None:
-        """A member's drafts for the requests where `member_B` is True; None if no request is.
+        """A member's drafts for the requests where `member_B` is True; None if it is True nowhere.
         The `DraftBlock` has a row for every request; rows of other requests have no drafts."""
         member = self.members[number]
         if not self.slots.on_host:

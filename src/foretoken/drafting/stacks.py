@@ -15,7 +15,7 @@ target's half may never have had drafts.
   computes the tokens of steps without drafts later. A block is `complete` once all of its positions
   were computed from known tokens. A request that is new to its slot starts after its first complete
   blocks. This is correct for three reasons. Two tables share a block only if all tokens up to its
-  end are equal, so it does not matter which request computed it. Drafts come after all known
+  end are equal, so it does not matter which request computed the block. Drafts come after all known
   tokens, so no complete block has a draft. `clear` removes the mark of a reused block. Requests
   that share an incomplete block each compute it, with equal values.
 - `LockstepDraftModel` (on a device, where the host does not know which tokens have K/V here)
@@ -23,8 +23,8 @@ target's half may never have had drafts.
   missing: if all drafts of a round are accepted, the last draft was drawn but not computed. The
   next step computes it. Other requests find a block once the target has computed two tokens past
   the block's end (`num_behind`), because two tokens of an ended request may be missing: the last
-  draft of a round, and the token that the target computes in the next step. If that step has no
-  drafts, the drafter's pass after it leaves out requests that ended in it.
+  draft of a round, and the token that the target computes in the next step, if that step has no
+  drafts: the drafter's pass after the step leaves out ended requests.
 - `Eagle3` runs over exactly the rows that the target has computed, each with the token after it,
   also in steps without drafts.
 

@@ -250,7 +250,7 @@ def test_every_step_is_observed_once_prompts_too(target: Path) -> None:
 @pytest.mark.usefixtures("registered")
 def test_state_that_a_drafter_keeps_for_a_free_slot_is_found(target: Path) -> None:
     llm = build(target, "Leaking")
-    with pytest.raises(IntegrityError, match=r"drafts of slots that no request has: \[0\]"):
+    with pytest.raises(IntegrityError, match=r"`drafts` has state of slots that are free: \[0\]"):
         llm.generate("abc", SamplingParams(max_tokens=3))
 
 

@@ -159,7 +159,7 @@ def test_a_context_that_is_too_short_ends_drafts(target: Path, tmp_path: Path) -
 
 def test_it_is_refused_where_it_cannot_run(target: Path, tmp_path: Path) -> None:
     bare = save_checkpoint(tmp_path / "bare", tokenizer=False)
-    with pytest.raises(ConfigError, match="must be a model with a tokenizer, as the target"):
+    with pytest.raises(ConfigError, match="a model with a tokenizer, for a target with one"):
         LLM(str(target), {"method": "draft_text", "model": str(bare)})
     with pytest.raises(ConfigError, match="`draft_text` reads tokens on the host, too late"):
         find_drafter(SpeculativeConfig(method="draft_text", model="x"), on_host=False)

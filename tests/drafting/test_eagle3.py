@@ -300,8 +300,8 @@ def test_a_head_must_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"vocabulary": 61}, "It takes 61 logits; the target has 60"),
-        ({"hidden": 48}, "It takes 48 numbers in a hidden state of its target; the target has 32"),
+        ({"vocabulary": 61}, "It was trained for 61 logits; the target has 60"),
+        ({"hidden": 48}, "for 48 numbers in a hidden state of its target; the target has 32"),
         ({"target_hidden_size": 16}, "16 numbers in a hidden state of its target"),
     ],
 )

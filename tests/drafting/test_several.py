@@ -253,13 +253,13 @@ def test_what_cannot_draft_together_is_refused(target: Path, draft: Path) -> Non
     with pytest.raises(ConfigError, match=r"drafters\[1\].method` is 'ngrm'"):
         LLM(str(target), {"drafters": [{"method": "ngram"}, {"method": "ngrm"}]}, **OPTIONS)
     with pytest.raises(
-        ConfigError, match=r"one of draft_model, eagle3\. It needs a drafter that looks"
+        ConfigError, match=r"one of draft_model, eagle3\. `hybrid` needs a drafter that looks"
     ):
         build(target, draft, "draft_model", "eagle3")
     llm = build(target, draft, "draft_model", "eagle3", method="eagle3")
     half: Any = llm.engine.runner.drafter
     half.members[1].cache_shape = (*half.members[1].cache_shape[:2], torch.float16)
-    with pytest.raises(ConfigError, match=r"with torch.float32 logits.* `greedy` as"):
+    with pytest.raises(ConfigError, match=r"is '.*': .* torch.float32 logits.* to `greedy`"):
         _members_with_q(half.members)
     drafters = [{"method": "ngram"}, {"method": "ngram", "name": "other"}]
     on_gpu = replace(laws.setup_for(2, laws.TORCH, drafters=drafters), on_host=False)
@@ -273,7 +273,7 @@ def test_what_cannot_draft_together_is_refused(target: Path, draft: Path) -> Non
 def test_two_heads_that_read_other_states_are_refused(target: Path) -> None:
     heads = [head_of(target), head_of(target, name="other", aux_layers=(0, 0, 1))]
     drafters = [{"method": "eagle3", "model": str(h), "name": h.name} for h in heads]
-    with pytest.raises(ConfigError, match="all drafters must read the same ones"):
+    with pytest.raises(ConfigError, match="all drafters must read the same states"):
         LLM(str(target), {"drafters": drafters, "method": heads[0].name}, **OPTIONS)
 
 

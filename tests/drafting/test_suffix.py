@@ -323,7 +323,7 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
         ({"suffix_decoding_max_tree_depth": 0}, "an integer in [1,"),
         (
             {"suffix_decoding_max_spec_factor": 0.1, "suffix_decoding_max_tree_depth": 5},
-            "is 0.1: must be a number in [0.2, 64]. A smaller factor gives no draft",
+            "is 0.1: must be a number in [0.2, 64]. Below 1 / 5 not even a match",
         ),
         ({"suffix_decoding_min_token_prob": 1.5}, "a number in [0, 1]"),
         ({"suffix_decoding_max_cached_tokens": 10}, "is 10: must be an integer in [1024,"),

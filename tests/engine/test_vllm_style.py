@@ -441,7 +441,7 @@ def test_the_share_of_a_gpus_memory_has_two_names() -> None:
     assert EngineConfig.parse(model="x", gpu_memory_utilization=0.5).memory_fraction == 0.5
     both = {"gpu_memory_utilization": 0.5, "memory_fraction": 0.5}
     assert EngineConfig.parse(model="x", **both).memory_fraction == 0.5
-    with pytest.raises(ConfigError, match="left out beside `memory_fraction`"):
+    with pytest.raises(ConfigError, match="left out, or equal to `memory_fraction`"):
         EngineConfig.parse(model="x", **{**both, "memory_fraction": 0.6})
     with pytest.raises(ConfigError, match=r"`gpu_memory_utilization` is 1.5: .* \[0.01, 1\]"):
         EngineConfig.parse(model="x", gpu_memory_utilization=1.5)

@@ -205,7 +205,7 @@ def test_a_released_slot_forgets(table: SlotTable) -> None:
     admit(table, 2, [3], [4], num_computed=1, top_k=3)
     step(table, Part(2, token=5))
     assert table.text(2).tolist() == [3, 4, 5]
-    with pytest.raises(IntegrityError, match=r"requests of slots that no request has: \[2\]"):
+    with pytest.raises(IntegrityError, match=r"`requests` has state of slots that are free: \[2\]"):
         table.check_integrity({0, 1})
     release(table, 2)
     table.check_integrity(set())
@@ -359,14 +359,14 @@ def test_every_registered_owner_is_released_and_checked() -> None:
     table.register("drafts", other)
     admit(table, 0)
     keeper.kept = other.kept = {0, 1}
-    with pytest.raises(IntegrityError, match=r"probabilities of slots that no request has: \[1\]"):
+    with pytest.raises(IntegrityError, match=r"`probabilities` has state .* are free: \[1\]"):
         table.check_integrity({0})
     release(table, 1)
     table.check_integrity({0})
     admit(table, 0)  # all owners forget the request before
     assert not keeper.kept
     keeper.kept = {2}
-    with pytest.raises(IntegrityError, match=r"probabilities of slots that no request has: \[2\]"):
+    with pytest.raises(IntegrityError, match=r"`probabilities` has state .* are free: \[2\]"):
         table.check_integrity({0})
 
 

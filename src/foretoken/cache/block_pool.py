@@ -27,16 +27,16 @@ class BlockPool:
 
     A block without references is *empty*, or *cached*: its content is in the prefix index, and may
     be shared until the block is allocated again. Empty blocks are allocated first, then the least
-    recently used cached ones. The empty block that was freed last is used first, while it is warm;
-    a new pool hands out 0, 1, 2, ... so that one request's blocks are adjacent in memory.
+    recently used cached blocks. The empty block that was freed last is used first (its memory is
+    warm); a new pool hands out 0, 1, 2, ... so that one request's blocks are adjacent in memory.
 
     The prefix index maps (parent, tokens of the block) to the block; tokens are compared, not
     hashes. Every entry gets a serial that is never used again: it stands for all tokens up to the
     end of the block. Once an entry is removed, its child entries are never found again.
 
     Args:
-        lookahead: how many tokens after a block the block's content also depends on. They are part
-            of the key: a block can be cached, and found, only once they are known.
+        lookahead: how many tokens after a block the block's content also depends on. The key has
+            these tokens, too: a block can be cached, and found, only once they are known.
     """
 
     def __init__(self, num_blocks: int, block_size: int, lookahead: int = 0) -> None:
@@ -87,7 +87,7 @@ class BlockPool:
                 self._empty.append(block)
 
     def key(self, token_ids: Sequence[int], column: int) -> Sequence[int]:
-        """The tokens in the key of a request's block `column`; fewer if the request has fewer."""
+        """The tokens in the key of a request's block `column`, as far as it has them."""
         start = column * self.block_size
         return token_ids[start : start + self.block_size + self.lookahead]
 
@@ -133,7 +133,7 @@ class BlockPool:
         return self._last_serial
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Remove these held blocks from the prefix index."""
+        """Remove these blocks from the prefix index; other classes must hold the blocks."""
         for block in blocks:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._entries[key]
@@ -145,8 +145,8 @@ class BlockPool:
         self._cached.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
-        """Raise `IntegrityError` unless each block is empty, cached, or as often in `owners`, the
-        block tables of all requests, as it has references."""
+        """Raise `IntegrityError` unless the prefix index is consistent, and each block is empty,
+        cached, or as often in `owners`, the block tables of all requests, as it has references."""
         by_key = {key: block for block, key in self._keys.items()}
         if by_key != {key: block for key, (block, _) in self._entries.items()}:
             raise IntegrityError("entries and blocks of the prefix index disagree")
@@ -161,9 +161,9 @@ class BlockPool:
                 raise IntegrityError(f"block {block} has {refs} references, {owned} owners")
             is_empty = not refs and block not in self._keys
             if num_empty[block] != is_empty:
-                raise IntegrityError(f"block {block} is in the free list {num_empty[block]} times")
+                raise IntegrityError(f"block {block} is listed as empty {num_empty[block]} times")
             if (block in self._cached) != (not refs and not is_empty):
-                raise IntegrityError(f"block {block} is held or not cached, yet can be evicted")
+                raise IntegrityError(f"block {block} is wrongly in, or missing from, `_cached`")
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

@@ -89,7 +89,7 @@ def make_plain(config: Any) -> None:
 
 def template_text(name: str, value: str) -> str:
     """A chat template: the text of the file `value`, or `value` itself if it is Jinja text or may
-    name one of the tokenizer's templates. `ConfigError`, about option `name`, for a bad file."""
+    name one of the tokenizer's templates. `ConfigError` if the file is missing or not UTF-8."""
     if "{{" in value or "{%" in value:
         return value
     path = Path(value)
@@ -104,7 +104,7 @@ def template_text(name: str, value: str) -> str:
 
 
 def check_file(name: str, value: str | None, *suffixes: str) -> None:
-    """Raise `ConfigError` for an output file that cannot be written; None means no file."""
+    """Raise `ConfigError` for an output file with another suffix, or that cannot be written."""
     if value is None:
         return
     path = Path(value)

@@ -51,7 +51,7 @@ class EngineConfig:
             at start. They get at least half of a step, so a step may take twice as long as its
             decoding. None: 0.15 in `foretoken serve` on a CPU, else no bound. If no request
             decodes, chunks are as large as `max_num_batched_tokens` allows.
-        max_num_waiting: refuse requests while so many wait; None takes any number.
+        max_num_waiting: refuse requests while this many wait; None takes any number.
         enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same
             tokens.
         block_size: tokens per cache block; None: 16 on a CPU, 64 on a GPU. Prefixes are reused by
@@ -85,9 +85,9 @@ class EngineConfig:
             GPU never waits for the host. None: only on a GPU. On a CPU, True changes the order of
             work but no token.
         use_fp64_gumbel: draw all noise in FP64.
-        deterministic: on a GPU where Triton kernels run the whole model in bfloat16, in steps of up
-            to 16 tokens: a token's logits are the same to the bit in every batch, so that greedy
-            text is equal with and without speculation. Such steps take 1 to 4 % longer.
+        deterministic: give a token the same logits, to the bit, in every batch, so that greedy text
+            is equal with and without speculation. Only on a GPU where Triton kernels run the whole
+            model in bfloat16, in steps of up to 16 tokens, which then take 1 to 4 % longer.
     """
 
     model: str
@@ -158,7 +158,7 @@ class EngineConfig:
         if self.load_format in ("hf", "safetensors"):
             object.__setattr__(self, "load_format", "auto")
         check_choice("load_format", self.load_format, ("auto", "dummy"))
-        own_file = "A file of its own belongs into the checkpoint's folder."
+        own_file = "Put a `generation_config.json` of your own into the checkpoint's folder."
         check_choice("generation_config", self.generation_config, ("auto", "vllm"), own_file)
         for field in fields(self):
             value = getattr(self, field.name)
@@ -178,7 +178,7 @@ class EngineConfig:
                 continue
             check_number(vllm_name, value, 0.01, 1, f"It is `{name}` here.")
             if options.setdefault(name, value) != value:
-                bound = f"left out beside `{name}`, which is its name here"
+                bound = f"left out, or equal to `{name}`, which is its name here"
                 raise ConfigError(vllm_name, value, bound)
         # None means the default of a field that has a default other than None.
         with_default = {f.name for f in fields(cls) if f.default not in (None, MISSING)}

@@ -37,10 +37,10 @@ class SpeculativeConfig:
             None: `hybrid`, or the only drafter.
         drafters: drafters that are loaded together. Each is a dict of `method`, its options, and
             `name` (by default its method). Requests choose a drafter by its name.
-        model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
-            built-in target `tiny-python` means its own: `tiny-python-draft`, for `eagle3` the head
-            `tiny-python-eagle3`.
-        revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
+        model: checkpoint of the draft model or head, named as `EngineConfig.model`. None: the
+            checkpoint that comes with the target: for `tiny-python` `tiny-python-draft`, or the
+            head `tiny-python-eagle3`; for `smollm2-135m` the head `smollm2-135m-eagle3`.
+        revision: branch, tag or commit of a `model` that is a hub id; None: `main`.
         num_speculative_tokens: K >= 1, the most tokens drafted per step; or `auto`: the number that
             pays, maybe 0, by measured costs of steps and earlier acceptance. Some requests keep a
             fixed K under `auto`: docs/decisions/002-drafts-are-never-dropped-for-the-batch.md.
@@ -48,17 +48,17 @@ class SpeculativeConfig:
             `num_speculative_tokens` it must be None.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
             None: 2 and 4.
-        suffix_corpus: a file of UTF-8 text, in which `suffix` looks up the tokens that follow.
+        suffix_corpus: a file of UTF-8 text, in which `suffix` looks up drafts, too.
         suffix_decoding_max_tree_depth: most tokens of a match that are compared.
         suffix_decoding_max_cached_requests: number of finished requests with outputs that are
-            looked up, too; a new output replaces the oldest. 0: no request sees outputs of others.
+            looked up, too; a new output replaces the oldest. 0: no outputs are looked up.
         suffix_decoding_max_cached_tokens: most tokens of these outputs together, 28 bytes each.
         suffix_decoding_max_spec_factor: most drafts per token of the match.
         suffix_decoding_min_token_prob: drafting stops before the product of the drafts' frequencies
             falls below this. A draft's frequency is how often it followed the text before it.
         draft_sample_method: `probabilistic` (None means this) draws drafts from q and verifies
             with it; `greedy` drafts the argmax and verifies it as one-hot.
-        rejection_sample_method: the verification rule of requests that name none: `standard`,
+        rejection_sample_method: the verification rule of requests that name no rule: `standard`,
             `block`, `coupled` (lossless, all three) or `synthetic` (see docs/verification.md).
         synthetic_acceptance_rate, synthetic_acceptance_rates, synthetic_acceptance_length: exactly
             one of the three with `synthetic`, none with other rules; all None by default. The rate
@@ -66,7 +66,7 @@ class SpeculativeConfig:
             accepted, in [0, 1]. The rates are these K probabilities; they never rise from one to
             the next. The length is the mean of accepted drafts + 1, in [1, K + 1].
 
-    An option that the method does not read is refused when its drafter is built.
+    An option that the method does not read is refused when the drafter is built.
     """
 
     method: str | None = None
@@ -92,7 +92,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         make_plain(self)
         if self.model is not None:
-            remedy = "Leave it out for the draft model that comes with the target, if one does."
+            remedy = "Leave it out for the draft model that comes with the target, if there is one."
             object.__setattr__(self, "model", check_model(_WHERE + "model", self.model, remedy))
         check_revision(_WHERE + "revision", self.revision)
         self._check_num_drafts()
@@ -141,10 +141,10 @@ class SpeculativeConfig:
         where, depth = _WHERE + "suffix_decoding_", self.suffix_decoding_max_tree_depth
         check_int(where + "max_tree_depth", depth, 1, 2**31 - 1)
         check_int(where + "max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
-        remedy = "`suffix_decoding_max_cached_requests=0` keeps none."
+        remedy = "`suffix_decoding_max_cached_requests=0` keeps no outputs."
         tokens = self.suffix_decoding_max_cached_tokens
         check_int(where + "max_cached_tokens", tokens, 1024, 2**31 - 1, remedy)
-        remedy = f"A smaller factor gives no draft even for a match of {depth} tokens."
+        remedy = f"Below 1 / {depth} not even a match of {depth} tokens would give a draft."
         factor = self.suffix_decoding_max_spec_factor
         check_number(where + "max_spec_factor", factor, 1 / depth, MAX_SPECULATIVE_TOKENS, remedy)
         check_number(where + "min_token_prob", self.suffix_decoding_min_token_prob, 0, 1)
@@ -153,10 +153,10 @@ class SpeculativeConfig:
         options = {name: getattr(self, name) for name in _SYNTHETIC}
         if self.rejection_sample_method == "synthetic":
             check_synthetic(_WHERE, self.num_drafts, options)
-        elif given := [name for name in _SYNTHETIC if options[name] is not None]:
+        elif names := [name for name in _SYNTHETIC if options[name] is not None]:
             bound = f"left out with rejection_sample_method `{self.rejection_sample_method}`"
             remedy = "Set `rejection_sample_method` to `synthetic`, or leave it out."
-            raise ConfigError(_WHERE + given[0], options[given[0]], bound, remedy)
+            raise ConfigError(_WHERE + names[0], options[names[0]], bound, remedy)
         if self.synthetic_acceptance_rates is not None:
             rates = tuple(map(float, self.synthetic_acceptance_rates))
             object.__setattr__(self, "synthetic_acceptance_rates", rates)
@@ -179,13 +179,13 @@ class SpeculativeConfig:
                 method, name = self._member(entry).method, entry.get("name")
             name = method if name is None else name
             if not isinstance(name, str) or not name or name == HYBRID or name in by_name:
-                bound = f"a text that is not `{HYBRID}` or the name of another drafter"
+                bound = f"a text, but not `{HYBRID}` and not the name of another drafter"
                 raise ConfigError(f"{where}[{i}].name", name, bound)
             by_name[name] = {**entry, "method": method, "name": name}
         object.__setattr__(self, "drafters", tuple(by_name.values()))
         if self.method is None:
             object.__setattr__(self, "method", HYBRID if len(by_name) > 1 else next(iter(by_name)))
-        remedy = "With `drafters` it is the drafter of requests that name none."
+        remedy = "With `drafters` it is the drafter of requests that name no drafter."
         check_choice(_WHERE + "method", self.method, (*by_name, HYBRID), remedy)
 
     @classmethod
@@ -235,7 +235,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str | Self | None) -> Self | None:
-        """A config from a dict (in which None means a default), its JSON text, or an instance."""
+        """A config from a dict (None means a default) or JSON text; None, or a config, as it is."""
         if given is None or isinstance(given, cls):
             return given
         if isinstance(given, str):
@@ -266,17 +266,17 @@ _SYNTHETIC = tuple(f"synthetic_acceptance_{kind}" for kind in ("rate", "rates", 
 
 
 def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError`, with names after `where`, unless exactly one of the three options is
-    given (not None) and in range for K = `count`."""
+    """Raise `ConfigError`, with `where` before the option's name, unless exactly one of the three
+    options is not None, and it is in range for K = `count`."""
     names = [name for name in _SYNTHETIC if options[name] is not None]
-    remedy = "Rule `synthetic` takes exactly one of the three."
+    remedy = "Rule `synthetic` takes exactly one of these options."
     if not names:
         first, *others = _SYNTHETIC
         raise ConfigError(where + first, None, f"given, or one of {', '.join(others)}", remedy)
     name = names[0]
     if len(names) > 1:
         second = names[1]
-        raise ConfigError(where + second, options[second], f"left out beside `{name}`", remedy)
+        raise ConfigError(where + second, options[second], f"left out with `{name}`", remedy)
     field, value = where + name, options[name]
     if name == "synthetic_acceptance_rate":
         check_number(field, value, 0, 1)

@@ -36,7 +36,7 @@ class DrafterSetup:
     speculation: the options of this drafter.
     vocab_size, max_model_len: of the target.
     tokenizer: the target's `PreTrainedTokenizerBase`; None if the target has no tokenizer.
-    embedding, head: weights of the target, [V, H]; `head` only if `target_view` asks for it.
+    embedding, head: weights [V, H] of the target; the head only if `target_view` asks for it.
     on_host: whether the tensors of a step may be read without waiting, see `SlotTable`.
     """
 
@@ -62,9 +62,10 @@ class DrafterSetup:
 class Drafter(ABC):
     """Base class of all drafters.
 
-    options: the fields of `SpeculativeConfig` that the drafter reads; other fields must be unset.
-    looks_up: whether the drafter looks drafts up at hardly any cost, and may find none. `hybrid`
-        asks such drafters first.
+    options: the fields of `SpeculativeConfig` that the drafter reads in addition to the fields that
+        every drafter reads; all other fields must be unset.
+    looks_up: whether the drafter looks up drafts at hardly any cost, and may find no drafts.
+        `hybrid` asks such drafters first.
     names: if several drafters are loaded together, their names by number, then `hybrid` if requests
         may use it; () for a single drafter.
     kv_bytes_per_block: memory for the drafter's K/V of one cache block. Drafters use the engine's
@@ -73,13 +74,13 @@ class Drafter(ABC):
         most of it is the q of the drafts.
     bytes_shared: host memory for the texts that all requests look up.
     reads_next_token: whether the state that the drafter keeps for a position also depends on the
-        token after it. A block is then shared only by requests with the same token after it.
+        token after it. A block is then shared only by requests with the same token after the block.
     prediction_readers: names of the loaded drafters that draft from `SamplingParams.prediction`.
     measured: number of the drafter, if there are several, that is timed at start for K = `auto`.
-    num_behind: the most tokens of a request that the target has in its cache, and the drafter has
-        not, after a step of any kind: also one without drafts, with another drafter's drafts or
-        with prompts, and a request's last. Other requests find a block only once the target has
-        computed this many tokens past its end. 0 if the drafter remembers which blocks it filled.
+    num_behind: the most tokens of a request that the target's cache may have, and the drafter's
+        cache lack, after any step: without drafts, with another drafter's drafts, with prompts, or
+        the request's last step. Other requests find a block only once the target has computed this
+        many tokens past the block's end. 0 if the drafter remembers which blocks it filled.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
@@ -95,7 +96,7 @@ class Drafter(ABC):
 
     @classmethod
     def target_view(cls, config: EngineConfig) -> TargetView:
-        """What the drafter reads of the target, which is not loaded yet, in addition to tokens."""
+        """What the drafter reads of the target in addition to tokens; no model is loaded yet."""
         return TargetView()
 
     @abstractmethod
@@ -104,9 +105,9 @@ class Drafter(ABC):
 
     @abstractmethod
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
-        """Remember the slots, and allocate memory in place of an earlier call's. On a GPU there are
-        two calls: with a pool of one block for the steps that measure memory, and again when the
-        engine has chosen the size of its pool."""
+        """Remember the slots, and allocate memory, which replaces that of an earlier call. On a GPU
+        there are two calls: one with a pool of one block, for the steps that measure memory, and
+        one when the engine has chosen the size of its pool."""
 
     @abstractmethod
     def propose(self, requests: DraftRequests) -> DraftBlock:
@@ -121,7 +122,7 @@ class Drafter(ABC):
         target's noise. Drafts ignore penalties, bias and bans. A real q, the distribution from
         which the draft was drawn, is in the block's cache at [slot, i] until the next call.
 
-        The slots' block tables cover length + num_drafts tokens. Leading blocks may be shared with
+        The slots' block tables cover position_B + num_B tokens. Leading blocks may be shared with
         requests that begin with the same tokens, and that may never have had drafts.
         """
 
@@ -130,9 +131,9 @@ class Drafter(ABC):
     ) -> None:
         """Learn what the target computed, prompts included, and which drafts were accepted.
 
-        The slots already have the outcome: lengths count the tokens that this step drew. If several
-        drafters are loaded, `num_drafts` of a decision is 0 where another one made the drafts.
-        `result.aux` has the hidden states that `target_view` asks for, in the order of `batch`.
+        The slots already have the outcome: lengths count the tokens that this step drew. On a
+        host `num_drafts` of a decision is 0 where another drafter made the drafts. `result.aux` has
+        the hidden states that `target_view` asks for, in the order of `batch`.
         """
 
     def observes(self, requests: StepRequests) -> bool:
@@ -147,12 +148,12 @@ class Drafter(ABC):
         """Forget the request in this slot: it ended, or was preempted and will get a new slot."""
 
     def held_slots(self) -> Iterable[int]:
-        """Slots for which the drafter keeps state; only slots of requests are allowed."""
+        """Slots for which the drafter keeps state; each must have a request."""
         return ()
 
 
 def select_requests(requests: DraftRequests, index_A: Tensor) -> DraftRequests:
-    """The requests at these indices (one or more). Only on a host, because it reads `num_B`."""
+    """The requests at these indices (one or more). Only on a host, because `num_B` is read."""
     num_A, position_A = requests.num_B[index_A], requests.position_B[index_A]
     return requests._replace(
         slot_B=requests.slot_B[index_A], num_B=num_A, position_B=position_A, most=int(num_A.max())
@@ -170,8 +171,9 @@ def draft_by_grammar(
     does not depend on whether other requests have grammars.
 
     Args:
-        grammar_B: for each request whether it has a grammar, None if it needs no drafts; or a
-            single value for all requests.
+        grammar_B: for each request whether it has a grammar, None for a request that gets no
+            drafts; or a single value for all requests.
+        draft: makes the drafts of some requests, which all have a grammar (True) or all have none.
     """
     if len({*grammar_B}) == 1:
         return draft(requests, bool(grammar_B[0]))
@@ -202,7 +204,7 @@ def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> Draf
     counts = [len(tokens) for tokens in drafts]
     widest = max(counts, default=0)
     rows = [[*tokens, *[-1] * (widest - len(tokens))] for tokens in drafts]
-    # By numpy: for 450 numbers this takes 6 us, torch.tensor 40.
+    # For 450 numbers numpy takes 6 us, `torch.tensor` 40 us.
     token_BK = np.array(rows, dtype=np.int64).reshape(len(drafts), widest)
     num_B = torch.from_numpy(np.array(counts, dtype=np.int64)).to(device)
     real_q_B = torch.zeros(len(drafts), dtype=torch.bool, device=device)

@@ -12,11 +12,11 @@ looked-up drafts are taken if a fixed share of the requested drafts should be ac
 
 What choices can gain was replayed on 56 held-out texts (embedded pair, K = 5, T=0, fixed costs).
 The best choices in hindsight decode 1.29 times as fast as the draft model alone, with 1.07 times as
-many tokens per step (1.08 times those of the head). The choices made here reach 1.17 and 1.02. A
-linear model of match length and counts, fitted to other texts, did no better, nor did separate
-means for each request. Nothing was gained by appending looked-up drafts to a model's, or the
-reverse, or by ending drafts where q is flat. `control.Acceptance`, made for batches, would take
-43 us a step; the means here take 4.
+many tokens per step. The choices made here reach 1.17 and 1.02. A linear model of match length and
+counts, fitted to other texts, did no better, nor did separate means for each request. Nothing was
+gained by appending looked-up drafts to a model's drafts, or a model's to looked-up drafts, or by
+ending drafts where q is flat. `control.Acceptance`, made for batches, would take 43 us a step; the
+means here take 4 us.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from typing import NamedTuple
 from foretoken.slots.step import Admission, Outcome
 
 FIXED_PART = 0.85
-"""The share of the requested drafts that should be accepted, where no measurement is used."""
+"""Without measurements looked-up drafts are taken if this share of K should be accepted."""
 
-# Assumed shares of a model's drafts that are accepted: if the look-up found no drafts, and if it
-# found as many as requested. Repetitive text is easier for a model, too: at T=0 it had 3.7 of 5
-# drafts accepted overall, and 4.1 in repetitive text.
+# Assumed shares of a model's drafts that are accepted: if no looked-up draft should be accepted,
+# and if as many as requested should be. Repetitive text is easier for a model, too: at T=0 the
+# draft model had 3.7 of 5 drafts accepted overall, and 4.1 in repetitive text.
 _MODEL_PRIORS = (0.6, 0.8)
-_PRIOR_ROUNDS = 8  # weight of the prior
+_PRIOR_ROUNDS = 8  # weight of a prior, in rounds
 _MOST_ROUNDS = 64  # the most rounds in a mean
 
 
@@ -46,7 +46,7 @@ class _Mean(NamedTuple):
     rounds: int = _PRIOR_ROUNDS
 
     def updated(self, value: float) -> _Mean:
-        """The mean with one more round; after `_MOST_ROUNDS` rounds, earlier ones count less."""
+        """The mean with one more round; after `_MOST_ROUNDS`, earlier rounds count less."""
         rounds = min(self.rounds + 1, _MOST_ROUNDS)
         return _Mean(self.value + (value - self.value) / rounds, rounds)
 
@@ -83,8 +83,9 @@ class Chooser:
 
     def __init__(self) -> None:
         self._means: dict[Kind, _Mean] = {}
-        self._seconds: dict[int, float] = {}  # by drafter: of drafting for one request
-        # By slot: kinds of drafts considered in this round, each with the drafts if not taken.
+        self._seconds: dict[int, float] = {}  # by drafter: seconds to draft for one request
+        # By slot: the kinds of drafts considered in this round, each with its looked-up drafts
+        # if these were not taken, else None.
         self._offers: dict[int, list[tuple[Kind, Sequence[int] | None]]] = {}
         self.pass_seconds: float | None = None
 
@@ -96,7 +97,7 @@ class Chooser:
         expected: float,
         model: tuple[int, int],
     ) -> bool:
-        """Whether a request gets these looked-up drafts instead of a model's drafts.
+        """Whether a request gets these looked-up drafts, not a model's; recorded for `learn`.
 
         Args:
             drafter: number of the drafter that looked up the drafts.
@@ -106,14 +107,14 @@ class Chooser:
         model_number, num_drafts = model
         kind = Kind(drafter, request.params.temperature > 0, round(expected))
         costs = (self._seconds.get(drafter), self._seconds.get(model_number), self.pass_seconds)
-        if _is_reproducible(request) or None in costs:
+        if _must_have_fixed_drafts(request) or None in costs:
             is_taken = expected >= FIXED_PART * num_drafts
         else:
-            look_up_s, model_s, pass_s = (cost or 0.0 for cost in costs)
-            looked_up = self._mean(kind).value
+            lookup_s, model_s, pass_s = (cost or 0.0 for cost in costs)
+            mean = self._mean(kind).value
             model_kind = kind._replace(drafter=model_number, num_drafts=num_drafts)
-            by_model = self._mean(model_kind).value
-            is_taken = (1 + looked_up) * (pass_s + model_s) >= (1 + by_model) * (pass_s + look_up_s)
+            model_mean = self._mean(model_kind).value
+            is_taken = (1 + mean) * (pass_s + model_s) >= (1 + model_mean) * (pass_s + lookup_s)
         self._offers.setdefault(request.slot, []).append((kind, None if is_taken else drafts))
         return is_taken
 
@@ -125,14 +126,14 @@ class Chooser:
         offers.append((Kind(number, samples, expected, num_drafts), None))
 
     def learn(self, slot: int, outcome: Outcome) -> None:
-        """Update the means with the accepted drafts of this round. Of drafts that were not taken,
-        count those that equal the drawn tokens."""
+        """Update the means with the accepted drafts of this round. Looked-up drafts that were not
+        taken count as accepted up to the first that differs from the drawn token."""
         for kind, unused_drafts in self._offers.pop(slot, ()):
             mean, num_accepted = self._mean(kind), float(outcome.num_accepted)
             if unused_drafts is not None:
                 pairs = list(zip(unused_drafts, outcome.token_ids, strict=False))
                 differ = (i for i, (draft, token) in enumerate(pairs) if draft != token)
-                # If all pairs agree, more drafts might have been accepted: assume the mean.
+                # If all pairs agree, more drafts might have been accepted: at least the mean.
                 num_accepted = next(differ, max(mean.value, len(pairs)))
             self._means[kind] = mean.updated(num_accepted)
 
@@ -155,13 +156,13 @@ class Chooser:
 
 
 def update_duration(usual: float | None, seconds: float) -> float:
-    """The usual duration (None before the first measurement) after one more measurement. A longer
-    one counts little, since the round may have computed a prompt, too."""
+    """The usual duration (None before the first measurement) updated with a measurement. Durations
+    above the usual one count little, since the round may have computed a prompt, too."""
     if usual is None:
         return seconds
     return usual + (seconds - usual) / (2 if seconds < usual else 32)
 
 
-def _is_reproducible(request: Admission) -> bool:
-    """Whether the request's text depends on its drafts and must be reproducible."""
+def _must_have_fixed_drafts(request: Admission) -> bool:
+    """Whether the request has its own seed and a text that depends on the drafts."""
     return request.depends_on_drafts and request.params.seed is not None

@@ -3,8 +3,8 @@
 `Acceptance` estimates how likely each draft is to be accepted, `StepCosts` how long a step takes.
 `by_gain` or `by_width` gives each request of the next step the number of drafts that maximises the
 expected tokens per second. Only completed rounds are used: the output would be biased if a choice
-depended on a token that it decides about, even if only through the batch's total number of drafts
-(`lab/laws/mutants.py` has mutants that do so).
+depended on a token of the round that it is for, even if only through the batch's total number of
+drafts (`lab/laws/mutants.py` has mutants with this bug).
 
 Shape suffixes: B requests that decode, K drafts, S slots, R rounds, J measured batch sizes.
 """
@@ -26,8 +26,8 @@ ADAPTS = -1
 # Priors of estimates. Weights are numbers of rounds.
 _FIRST_CHANCE = 0.8  # assumed acceptance of the first draft; high, so that drafts are tried
 _FIRST_ROUNDS = 4.0  # weight of that assumption
-_PRECEDING_ROUNDS = 2.0  # weight of the preceding draft's estimate in that of a further draft
-_SHARED_ROUNDS = 8.0  # weight of the estimate over all requests in that of one request
+_PRECEDING_ROUNDS = 2.0  # weight of the preceding draft's estimate in the next draft's estimate
+_SHARED_ROUNDS = 8.0  # weight of the estimate over all requests in the estimate of one request
 # Factors by which earlier counts decay.
 _SHARED_DECAY = 1 - 1 / 256  # counts over all requests, per round of any request
 _OWN_DECAY = 1 - 1 / 48  # counts of a request, per round of this request
@@ -38,19 +38,19 @@ class Acceptance:
     """Estimates how likely drafts are accepted, by request and draft index.
 
     The estimate for a request has the estimate over all requests as its prior, and uses the
-    request's rounds, recent ones most. A requested draft that was not made counts as rejected.
+    request's rounds, recent rounds most. Drafts asked for but not made count as rejected.
     """
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         self._index_K = np.arange(max_drafts)
         self._tried_SK = np.zeros((num_slots, max_drafts))
         self._accepted_SK = np.zeros((num_slots, max_drafts))
-        # Over all requests: drafts requested, made, tried, accepted. A requested draft is tried if
-        # all drafts before it were accepted.
+        # Over all slots: drafts asked of the drafter, drafts made, tried, accepted. A draft asked
+        # for counts as tried if all drafts before it were accepted.
         self._shared_4K = np.zeros((4, max_drafts))
 
     def observe(self, rounds: Iterable[tuple[int, int, int, int]]) -> None:
-        """Count completed rounds: (slot, drafts requested, drafts made, drafts accepted)."""
+        """Count completed rounds: (slot, drafts asked for, drafts made, drafts accepted)."""
         columns = np.array([*rounds], dtype=np.int64).reshape(-1, 4).T
         slot_R, asked_R, made_R, accepted_R = columns
         if not len(slot_R):
@@ -61,22 +61,22 @@ class Acceptance:
         accepted_RK = index_K < accepted_R[:, None]
         made_RK = index_K < made_R[:, None]
         counts_4K = [x.sum(axis=0) for x in (asked_RK, made_RK, tried_RK, accepted_RK)]
-        # Decay each draft index by its number of trials, so that rare trials count for longer.
+        # Decay the counts of each draft index by how often this draft was asked for, or tried.
         self._shared_4K[:2] *= _SHARED_DECAY ** counts_4K[0]
         self._shared_4K[2:] *= _SHARED_DECAY ** counts_4K[2]
         self._shared_4K += counts_4K
         slots, num_rounds = np.unique(slot_R, return_counts=True)
-        for table_SK, new_RK in ((self._tried_SK, tried_RK), (self._accepted_SK, accepted_RK)):
-            table_SK[slots] *= _OWN_DECAY ** num_rounds[:, None]
-            np.add.at(table_SK, slot_R, new_RK)
+        for count_SK, new_RK in ((self._tried_SK, tried_RK), (self._accepted_SK, accepted_RK)):
+            count_SK[slots] *= _OWN_DECAY ** num_rounds[:, None]
+            np.add.at(count_SK, slot_R, new_RK)
 
     def age(self) -> None:
         """Reduce the weight of all earlier rounds."""
-        for table in (self._tried_SK, self._accepted_SK, self._shared_4K):
-            table *= _AGING
+        for counts in (self._tried_SK, self._accepted_SK, self._shared_4K):
+            counts *= _AGING
 
     def shared(self) -> Array:
-        """The probability [K], over all requests, that a draft is accepted if those before are."""
+        """The probability [K], over all requests, that a draft is accepted if all before it are."""
         _, _, tried_K, accepted_K = self._shared_4K.tolist()
         chance, weight, chances = _FIRST_CHANCE, _FIRST_ROUNDS, []
         for tried, accepted in zip(tried_K, accepted_K, strict=True):
@@ -85,12 +85,12 @@ class Acceptance:
         return np.array(chances)
 
     def offered(self) -> Array:
-        """The probability that the drafter makes a requested draft, [K]."""
+        """The probability [K] that the drafter makes a draft that was asked for."""
         asked_K, made_K, _, _ = self._shared_4K
         return (made_K + 1) / (asked_K + 1)
 
     def joint(self, slots: Sequence[int]) -> Array:
-        """The probability that a request's draft and those before it are accepted, [B, K]."""
+        """The probability [B, K] that a draft and all drafts before it are accepted."""
         tried_BK, accepted_BK = self._tried_SK[slots], self._accepted_SK[slots]
         prior_K = _SHARED_ROUNDS * self.shared()
         conditional_BK = (accepted_BK + prior_K) / (tried_BK + _SHARED_ROUNDS)
@@ -111,10 +111,10 @@ class StepTable:
     batches: numbers of requests in the measured steps, [J], rising.
     rest_JK1: seconds of a step without its drafting.
     draft_JK1: seconds of the drafting.
-    context_K1: seconds for each token of the requests' contexts. They jump where one more draft
-        needs another tile of rows.
-    missed: seconds of drafting for each token that the drafter must compute first, because it came
-        in a step without drafts.
+    context_K1: seconds for each token of the requests' contexts. The seconds jump where one more
+        draft needs another tile of rows.
+    missed: seconds for each token that the drafter must compute before it drafts, because the token
+        was drawn in a step without drafts.
     """
 
     batches: Array
@@ -133,11 +133,11 @@ class StepTable:
 class Curve(NamedTuple):
     """Seconds of a step at one batch size. K1: by drafts per request; K: by draft index.
 
-    rest_K1: the step without its drafting
+    rest_K1: the step without the drafter's passes
     first_K: the drafter's pass for draft i, with one request
     more_K: what each further request adds to this pass
-    context_K1: for each token of the requests' contexts
-    deviation_K1: log (measured / expected seconds)
+    context_K1: what each token of the requests' contexts adds to the step
+    deviation_K1: log (measured / expected seconds), without the slowdown of all steps
     """
 
     rest_K1: Array
@@ -147,8 +147,8 @@ class Curve(NamedTuple):
     deviation_K1: Array
 
     def seconds(self, per_request: Any, draft: Any, context: int) -> Any:
-        """Seconds of a step with `per_request` drafts per request on average, `draft` seconds of
-        drafting (two numbers or two arrays), and `context` tokens of all requests together."""
+        """Seconds of a step with `per_request` drafts per request on average and `draft` seconds of
+        drafting (two numbers or two arrays). `context`: tokens of all requests together."""
         index_K1 = np.arange(len(self.rest_K1))
         rest = np.interp(per_request, index_K1, self.rest_K1)
         rest = rest + context * np.interp(per_request, index_K1, self.context_K1)
@@ -167,13 +167,13 @@ class StepCosts:
     and batch size are learned slowly, within bounds, and decay.
     """
 
-    _QUICK, _SLOW = 0.2, 0.03  # rates of learning of the slowdown, and of a deviation
+    _QUICK, _SLOW = 0.2, 0.03  # weights of a step: in slowdown and host's time, in a deviation
     _DECAY = 0.995  # of deviations, per step
-    _MOST_PER_STEP, _MOST = log(1.25), log(1.2)  # bounds of a step's surprise, and of a deviation
+    _MOST_PER_STEP, _MOST = log(1.25), log(1.2)  # bounds of a step's log error, and of a deviation
 
     def __init__(self, table: StepTable) -> None:
         self.table = table
-        self.log_slowdown = 0.0  # log (measured / expected seconds)
+        self.log_slowdown = 0.0  # log (measured / expected seconds), of all steps
         self._host: float | None = None  # seconds of the host's work for one request in one step
         self._deviations: dict[int, Array] = {}
 
@@ -192,22 +192,22 @@ class StepCosts:
 
     def learn(self, batch: int, per_request: float, expected: float, measured: float) -> None:
         """Update the slowdown and the deviations from a step with `per_request` drafts per request
-        on average: from its `measured` seconds, and the `expected` ones of `curve`."""
+        on average: from the step's `measured` seconds and the seconds `expected` by `curve`."""
         deviation_K1 = self._deviation(batch)
-        gap = log(max(measured, 1e-9) / max(expected, 1e-9)) - self.log_slowdown
-        gap = min(max(gap, -self._MOST_PER_STEP), self._MOST_PER_STEP)
-        self.log_slowdown += self._QUICK * gap
+        error = log(max(measured, 1e-9) / max(expected, 1e-9)) - self.log_slowdown
+        error = min(max(error, -self._MOST_PER_STEP), self._MOST_PER_STEP)
+        self.log_slowdown += self._QUICK * error
         deviation_K1 *= self._DECAY
         nearest = round(per_request)
-        moved = deviation_K1[nearest] + self._SLOW * gap
-        deviation_K1[nearest] = min(max(moved, -self._MOST), self._MOST)
+        deviation = deviation_K1[nearest] + self._SLOW * error
+        deviation_K1[nearest] = min(max(deviation, -self._MOST), self._MOST)
 
     def learn_host(self, batch: int, measured: float) -> None:
-        """Learn from the seconds of a step of `batch` requests outside the runner."""
+        """Learn from the seconds `measured` outside the runner in a step of `batch` requests."""
         measured = max(measured, 0.0) / batch
         known = measured if self._host is None else self._host
-        largest = known + 1e-5  # an outlier counts as about twice the known time
-        self._host = known + self._QUICK * min(measured - known, largest)
+        max_rise = known + 1e-5  # an outlier counts as about twice the known time
+        self._host = known + self._QUICK * min(measured - known, max_rise)
 
     def _deviation(self, batch: int) -> Array:
         """`Curve.deviation_K1`. Batch sizes with the same number of bits share one array, which
@@ -217,7 +217,7 @@ class StepCosts:
 
 
 def _interpolate(batches: Array, table_JK1: Array, batch: int) -> Array:
-    """The row for a batch size: interpolated, or in proportion to sizes above the largest."""
+    """The row for a batch size: interpolated; above the largest size, proportional to the size."""
     if batch >= batches[-1]:
         return np.asarray(table_JK1[-1] * (batch / batches[-1]))
     # The smallest measured size is 1, so one measured size is at most `batch`.
@@ -244,7 +244,7 @@ class Load(NamedTuple):
 class Choice(NamedTuple):
     """The number of drafts of each request in a step, and the expected result.
 
-    asked_B: number of drafts to request of the drafter, by request
+    asked_B: number of drafts to ask the drafter for, by request
     tokens: expected tokens of all requests together
     seconds: expected duration of the step
     per_request: drafts that the drafter is expected to make per request, on average
@@ -262,14 +262,14 @@ class Choice(NamedTuple):
 
 def draft_widths(num_drafts: int, *, adapts: bool) -> tuple[int, ...]:
     """Numbers of drafts per request to which captured steps are padded: 0, `num_drafts`, and if K
-    `adapts` some between. Without 3 the 8B shape lost 4 to 11 % on an H200, because a tile of
-    attention holds 4 rows of each request."""
+    `adapts` some between. Without the number 3 a model of 8B parameters lost 4 to 11 % of its speed
+    on an H200, because a tile of attention holds 4 rows of each request."""
     between = [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24) if k < num_drafts] if adapts else []
     return (0, *between, num_drafts) if num_drafts else (0,)
 
 
 def expect(curve: Curve, load: Load, asked_B: Array, *, in_lockstep: bool = False) -> Choice:
-    """The expected result of a step in which `asked_B` drafts are requested.
+    """The expected result of a step in which the drafter is asked for `asked_B` drafts.
 
     Args:
         in_lockstep: True for a GPU: every request takes part in as many passes, and has as many
@@ -290,7 +290,7 @@ def expect(curve: Curve, load: Load, asked_B: Array, *, in_lockstep: bool = Fals
 
 
 def by_gain(curve: Curve, load: Load) -> Choice:
-    """Add drafts one by one, the likeliest first, and take the number with the highest rate.
+    """Add drafts one by one, the likeliest first; take the number with the most tokens per second.
 
     Shape suffixes: A requests that adapt, N their possible drafts (A x K), M = N + 1 numbers of
     drafts that may be added.
@@ -327,7 +327,7 @@ def by_gain(curve: Curve, load: Load) -> Choice:
 
 def by_width(curve: Curve, load: Load, widths: Sequence[int]) -> Choice:
     """Give all requests that adapt the same number of drafts: that of `widths`, at which steps of a
-    GPU are captured, with the highest rate."""
+    GPU are captured, with the most expected tokens per second."""
     choices = (
         expect(curve, load, np.where(load.fixed_B == ADAPTS, width, load.fixed_B), in_lockstep=True)
         for width in widths

@@ -2,12 +2,12 @@
 
 The draft's tokenizer encodes the text, the draft model continues it with its likeliest tokens, and
 the target's tokenizer encodes the continuation as drafts. There is no q: drafts are verified as
-one-hot. `vocabulary.py`, which maps the draft model's logits to the target's ids, has a q. That is
-better where tokens are drawn at random and the tokenizers share nine tenths of the text.
+one-hot. `vocabulary.py`, which maps the draft model's logits to the target's ids, has a q. It is
+better where tokens are drawn at random and the shared tokens cover nine tenths of the text.
 
 The draft model's positions differ from the target's, so its K/V cannot use the target's blocks:
-each slot has other blocks, enough for the draft model's longest context. K/V are valid as long as
-the draft's tokens do not change. Only the last tokens of a text may change as it grows.
+each slot has blocks of its own, enough for the draft model's longest context. K/V are valid as long
+as the draft model's tokens do not change. Only the last tokens of a text may change as it grows.
 
 Drafts depend only on the request's tokens, not on where rounds end, because texts are encoded in
 pieces of a fixed number of tokens.
@@ -40,10 +40,10 @@ _CHARACTER_BYTES = 4  # the most bytes of a character in UTF-8
 
 @dataclass(slots=True)
 class Transcript:
-    """A request's text in tokens of the draft's tokenizer.
+    """A request's text in tokens of the draft model's tokenizer.
 
     target, draft: the two tokenizers.
-    ids: draft tokens as of the latest `read`.
+    ids: the draft tokenizer's ids as of the latest `read`.
     num_final: how many of the first `ids` do not change any more.
     num_read: how many of the first target tokens these final ids encode.
     """
@@ -78,13 +78,14 @@ class Transcript:
         return not last.endswith(PARTIAL)
 
     def _encode(self, before: Sequence[int], known: list[int], end: int) -> list[int]:
-        """The draft tokens of target tokens `num_read` to `end`, encoded after `before`."""
+        """Draft ids for the text of target tokens `num_read` to `end`, after the ids `before`."""
         text = decode_after(self.target, known[: self.num_read], known[self.num_read : end])
         return encode_after(self.draft, before, text)
 
     def drafts(self, known: Sequence[int], continuation: Sequence[int]) -> list[int]:
-        """The draft model's continuation as target tokens, without the last token, which may be
-        incomplete. If the continuation ends the text, the target's end-of-text token follows."""
+        """The draft model's continuation as target tokens. If the continuation ends the text,
+        the target's end-of-text token follows; otherwise, or if the target has no such token, the
+        last token is left out, because it may be incomplete."""
         end = self.draft.eos_token_id
         before_end = [*takewhile(lambda token: token != end, continuation)]
         text = decode_after(self.draft, self.ids, before_end).partition(PARTIAL)[0]
@@ -102,17 +103,17 @@ class DraftText(Drafter):
     def __init__(self, setup: DrafterSetup) -> None:
         name, folder, tokenizer = find_draft(setup)
         if tokenizer is None or setup.tokenizer is None:
-            bound, remedy = "a model with a tokenizer, as the target", "Choose another, or `ngram`."
+            bound, remedy = "a model with a tokenizer, for a target with one", "Or use `ngram`."
             raise ConfigError("speculative_config.model", name, bound, remedy)
         self._tokenizers = setup.tokenizer, tokenizer
         model, size = load_weights(setup, folder), setup.block_size
-        max_tokens = _TOKENS_PER_DRAFT * setup.speculation.num_drafts  # drawn in one round
+        max_drawn = _TOKENS_PER_DRAFT * setup.speculation.num_drafts  # tokens of one round
         greedy = replace(setup.speculation, method="draft_model", draft_sample_method="greedy")
         self._model = DraftModel(replace(setup, speculation=greedy), DraftNetwork(model, None))
         self._model.follows_grammars = False
-        self._max_tokens, self._max_drafts = model.max_model_len, max_tokens
-        self._num_blocks = -(-(model.max_model_len + max_tokens) // size)  # per slot
-        table_bytes = SlotTable.bytes_per_slot(model.max_model_len + max_tokens, size)
+        self._max_tokens, self._max_drafts = model.max_model_len, max_drawn
+        self._num_blocks = -(-(model.max_model_len + max_drawn) // size)  # per slot
+        table_bytes = SlotTable.bytes_per_slot(model.max_model_len + max_drawn, size)
         self.bytes_per_slot = self._num_blocks * self._model.kv_bytes_per_block + table_bytes
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
@@ -129,7 +130,7 @@ class DraftText(Drafter):
     def propose(self, requests: DraftRequests) -> DraftBlock:
         pairs = list(zip(requests.slot_B.tolist(), requests.num_B.tolist(), strict=True))
         num_tokens = {slot: self._read(slot, num) for slot, num in pairs if num}
-        num_tokens = {slot: num for slot, num in num_tokens.items() if num}
+        num_tokens = {slot: count for slot, count in num_tokens.items() if count}
         drafts: dict[int, list[int]] = {}
         if num_tokens:
             lengths = [self._draft_slots.length_S[slot] for slot in num_tokens]
@@ -140,15 +141,15 @@ class DraftText(Drafter):
                 requests._replace(slot_B=slot_A, num_B=num_A, position_B=position_A, most=most)
             )
             rows = zip(num_tokens, block.token_BK.tolist(), block.num_B.tolist(), strict=True)
-            for slot, tokens, num in rows:
+            for slot, tokens, count in rows:
                 known = self.slots.text(slot).tolist()
-                drafts[slot] = self._transcripts[slot].drafts(known, tokens[:num])
+                drafts[slot] = self._transcripts[slot].drafts(known, tokens[:count])
         return one_hot_block([drafts.get(slot, [])[:num] for slot, num in pairs], self.slots.device)
 
     def _read(self, slot: int, num_drafts: int) -> int:
-        """Write a request's text into the draft model's slot. Returns how many of the draft model's
-        tokens `num_drafts` target tokens may need; 0 if its context is full or a character is
-        incomplete."""
+        """Write a request's text into the draft model's slot. Returns how many tokens of the draft
+        model may be needed for `num_drafts` target tokens; 0 if the text has no tokens or too many
+        for the draft model's context, or ends within a character."""
         transcript = self._transcripts.setdefault(slot, Transcript(*self._tokenizers))
         known = self.slots.text(slot).tolist()
         num_same, ids = transcript.read(known), transcript.ids
@@ -156,7 +157,7 @@ class DraftText(Drafter):
             return 0
         if not num_same:
             self._forget(slot)
-        # Compute the last id again even if no id changed: drafts start from its row.
+        # Compute the last id again even if no id changed: drafts start from the last id's row.
         self._model.limit_computed(slot, min(num_same, len(ids) - 1))
         table = self._draft_slots
         table.token_SL[slot, : len(ids)], table.length_S[slot] = ids, len(ids)

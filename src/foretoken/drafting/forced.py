@@ -3,7 +3,7 @@ file that is to be edited, as in OpenAI's predicted outputs.
 
 There is no model and no q: drafts are verified as one-hot, so a wrong draft only costs time.
 
-Shape suffix: N places in the prediction after a token equal to the output's last one.
+Shape suffix: N places in the prediction after a token equal to the output's last token.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from foretoken.sampling.history import Array
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.table import SlotTable
 
-_MAX_RUN = 8  # longer runs of equal tokens count as this long; of these the nearest is followed
-_MAX_EDIT = 10  # the most points that an edit costs, so that 3 equal tokens are followed anywhere
+_MAX_RUN = 8  # longer runs of equal tokens count as runs of this length
+_MAX_EDIT = 10  # the most points that an edit costs: 3 equal tokens are followed at any distance
 
 Continuation = Callable[[Array], Sequence[int] | Array]
-"""A function that takes a sample's output, int32, and returns the ids that must follow it; no ids
-if there is a choice.
+"""A function that takes a sample's output, int32, and returns the ids that must follow, or that a
+prediction expects; no ids if neither is known.
 
-There is one per sample. It may keep state, because the output only grows from call to call. After a
-preemption a new one gets the whole output at once and must return the same ids.
+Each sample has its own function. It may keep state, because the output only grows from call to
+call. After a preemption a new function gets the whole output at once and must return the same ids.
 """
 
 
@@ -63,7 +63,7 @@ FORCING: list[Callable[[SamplingParams], Continuation | None]] = [only_allowed, 
 
 
 class Forced(Drafter):
-    """Drafts the tokens of the first of a request's continuations that returns any."""
+    """Drafts the tokens of the request's first continuation that returns any tokens."""
 
     looks_up = True
 
@@ -84,7 +84,7 @@ class Forced(Drafter):
         for slot, num in zip(requests.slot_B.tolist(), requests.num_B.tolist(), strict=True):
             try:
                 drafts.append(self._draft(slot, num))
-            except Exception as error:  # from a continuation; it ends only this request
+            except Exception as error:  # of a continuation; only this request ends
                 drafts.append([])
                 faults[slot] = error
         return replace(one_hot_block(drafts, self.slots.device), faults=faults)
@@ -119,13 +119,13 @@ class Alignment:
         self._bytes = np.array(prediction, dtype=np.int32).tobytes()
         self.text: Array = np.frombuffer(self._bytes, dtype=np.int32)
         self._num_read = 0
-        self._next = 0  # index of the predicted next token; the text's length: none is predicted
+        self._next = 0  # index of the predicted next token; the length of `text`: no prediction
         self._sure_end = 0  # index in the prediction up to which the output surely followed it
         self._num_unsure = 0  # tokens of the output after that point
-        self._doubts = 0  # tokens that must still agree before the output surely follows again
+        self._doubts = 0  # tokens that must still agree until the output surely follows again
 
     def __call__(self, output: Array) -> Array:
-        """The predicted tokens after this output: the rest of the prediction, or none."""
+        """The predicted tokens after this output: the rest of the prediction, or no tokens."""
         for end in range(self._num_read, len(output)):
             self._read(output[: end + 1])
         self._num_read = len(output)
@@ -144,20 +144,20 @@ class Alignment:
     def _resume(self, output: Array) -> None:
         """Find where the prediction continues after an unexpected token, and set `_next`.
 
-        Candidates are all places of the prediction after a token equal to the output's last one. A
-        candidate has 4 points for each token of the run of equal tokens before it, minus the size
-        of the edit that it implies: the number of inserted or of deleted tokens, whichever is
-        larger. The best candidate is followed if it has -1 points or more. Otherwise the first
-        unexpected token is assumed to replace one predicted token, and after further unexpected
-        tokens nothing is predicted.
+        Candidates are all places of the prediction after a token equal to the output's last token.
+        A candidate has 4 points for each token of the run of equal tokens before it, minus the size
+        of the edit that it implies (at most `_MAX_EDIT`): the number of inserted or of deleted
+        tokens, whichever is larger. The best is followed if it has -1 points or more. Otherwise the
+        first unexpected token is assumed to replace one predicted token, and after further
+        unexpected tokens nothing is predicted.
         """
         if self._num_unsure >= _MAX_EDIT + 3 and output[-3:].tobytes() not in self._bytes:
             # A shortcut: now every edit costs `_MAX_EDIT`, so a candidate needs a run of 3 equal
-            # tokens, and the prediction has none.
+            # tokens, and the prediction has no such run.
             self._next = len(self.text)
             return
         end_N = np.flatnonzero(self.text == output[-1]) + 1
-        run_N = np.ones_like(end_N)  # lengths of the runs of equal tokens that end there
+        run_N = np.ones_like(end_N)  # lengths of the runs of equal tokens before `end_N`
         for back in range(1, min(_MAX_RUN, len(output))):
             before_N = self.text[np.maximum(end_N - 1 - back, 0)]
             is_longer_N = (run_N == back) & (end_N > back) & (before_N == output[-1 - back])

@@ -2,8 +2,8 @@
 
 There is no model and no q: drafts are verified as one-hot. The suffix is the longest one of
 `prompt_lookup_min` to `prompt_lookup_max` tokens that occurred before. The latest occurrence with K
-tokens after it is used, or else the one with the most tokens after it (Saxena 2023, "Prompt Lookup
-Decoding").
+tokens after it is used, or else the occurrence with the most tokens after it (Saxena 2023, "Prompt
+Lookup Decoding").
 """
 
 from __future__ import annotations

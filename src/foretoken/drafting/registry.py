@@ -38,7 +38,7 @@ _COMMON_OPTIONS = (  # prefixes of options that every drafter accepts
 
 def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> type[Drafter]:
     """The class for these options: that of `method`, or `Several` if there are `drafters`;
-    `ConfigError` if `method` is unknown or cannot run here, or does not read a given option."""
+    `ConfigError` if `method` is unknown, cannot run here, or does not read a set option."""
     if speculation.drafters is not None:
         for i, member in enumerate(speculation.members.values()):
             with errors_of_drafter(i):
@@ -54,7 +54,7 @@ def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> typ
         example = '[{"method": "ngram"}, {"method": "draft_model"}]'
         remedy = f"It needs `drafters`, for example {example}."
     vllm_remedy = SPECULATIVE_METHODS.get("mtp" if method.endswith("_mtp") else method)
-    if vllm_remedy is not None:  # for a method of vLLM: better than the most similar name
+    if vllm_remedy is not None:  # a method of vLLM: its remedy helps more than a similar name
         bound = f"one of {', '.join(classes)}"
         raise ConfigError("speculative_config.method", method, bound, vllm_remedy)
     check_choice("speculative_config.method", method, tuple(classes), remedy)

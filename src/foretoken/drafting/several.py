@@ -1,11 +1,11 @@
 """Several drafters loaded together: each request uses the one that it names, or `hybrid`.
 
-This is a drafter made of drafters, its members. Requests go to the members by slot, and each
-`DraftBlock` is merged with the others of the round. A member that runs in lock-step with the target
+This is a drafter made of drafters, its members. Each member drafts for some of the requests, and
+the `DraftBlock`s of a round are merged. A member that runs in lock-step with the target
 also observes other members' requests, because its own requests may reuse their cache blocks.
 
-`hybrid` chooses a member for each request and round. It takes looked-up drafts if they are worth it
-(`choice.py`), else the drafts of the first member that runs a model.
+`hybrid` chooses a member for each request and round. It takes looked-up drafts if they should be
+faster (`choice.py`), else the drafts of the first member that runs a model.
 
 On a host each member drafts only for its requests. On an asynchronous device every member that a
 request of the step may use gets all requests; the spare slot replaces other members' requests.
@@ -51,7 +51,7 @@ class Several(Drafter):
                 layers = view.aux_layers or merged.aux_layers
                 if merged.aux_layers not in ((), layers):
                     bound = f"a drafter that reads hidden states {list(merged.aux_layers)}"
-                    remedy = f"It reads {list(layers)}; all drafters must read the same ones."
+                    remedy = f"It reads {list(layers)}; all drafters must read the same states."
                     model = speculation.model
                     raise ConfigError("speculative_config.model", model, bound, remedy)
                 merged = TargetView(layers, merged.head or view.head)
@@ -67,8 +67,8 @@ class Several(Drafter):
         members, names = self.members, tuple(setup.speculation.members)
         look_ups = [i for i, member in enumerate(members) if member.looks_up]
         models = [i for i, member in enumerate(members) if not member.looks_up]
-        self._order = look_ups + models
-        self._model = models[0] if models else None  # the only model that `hybrid` may use
+        self._order = look_ups + models  # numbers of members, as `hybrid` asks them
+        self._model_number = models[0] if models else None  # the only one that `hybrid` may use
         self._hybrid_members = frozenset(look_ups + models[:1])
         has_hybrid = setup.on_host and bool(look_ups) and len(members) > 1
         self.names = (*names, HYBRID) if has_hybrid else names
@@ -79,7 +79,7 @@ class Several(Drafter):
         readers = [name for name, member in pairs if member.prediction_readers]
         self.prediction_readers = (*readers, HYBRID) if readers and has_hybrid else tuple(readers)
         method = str(setup.speculation.method)
-        self.measured = (self._model or 0) if method == HYBRID else names.index(method)
+        self.measured = (self._model_number or 0) if method == HYBRID else names.index(method)
         self.num_behind = max(member.num_behind for member in members)
         self.kv_bytes_per_block = sum(member.kv_bytes_per_block for member in members)
         self.bytes_shared = sum(member.bytes_shared for member in members)
@@ -137,7 +137,7 @@ class Several(Drafter):
     def _propose_for(
         self, member_B: Tensor, number: int, requests: DraftRequests
     ) -> DraftBlock | None:
-        """A member's drafts for the requests where `member_B` is True; None if it need not draft.
+        """A member's drafts for the requests where `member_B` is True; None if it is True nowhere.
         The `DraftBlock` has a row for every request; rows of other requests have no drafts."""
         member = self.members[number]
         if not self.slots.on_host:
@@ -159,7 +159,7 @@ class Several(Drafter):
     def _choose(
         self, pending_B: Tensor, number: int, block: DraftBlock, requests: DraftRequests
     ) -> Tensor:
-        """Which requests get the drafts `block` of member `number`: bool [B], False except in
+        """Which requests get the drafts `block` of member `number`: bool [B], False outside of
         `pending_B`, the `hybrid` requests that need drafts."""
         taken_B = torch.zeros_like(pending_B)
         num_B, token_BK = block.num_B.tolist(), block.token_BK.tolist()
@@ -169,8 +169,8 @@ class Several(Drafter):
             if not self.members[number].looks_up:
                 self.chooser.leave_to_model(request, number, num)
                 taken_B[b] = True
-            elif num_B[b] and self._model is not None:
-                drafts, model = token_BK[b][: num_B[b]], (self._model, num)
+            elif num_B[b] and self._model_number is not None:
+                drafts, model = token_BK[b][: num_B[b]], (self._model_number, num)
                 taken_B[b] = self.chooser.takes(request, number, drafts, expected_B[b], model)
             else:
                 taken_B[b] = num_B[b] > 0
@@ -193,7 +193,7 @@ class Several(Drafter):
             self.members[number].observe(member_requests, batch, member_result)
 
     def _observers(self, requests: StepRequests) -> Iterator[tuple[int, StepRequests]]:
-        """The members that observe this step, by number, and their requests. Prefix caching adds
+        """The members that observe this step, as (number, the step's requests). Prefix caching adds
         members that no request of the step uses, since later requests may reuse the blocks."""
         used = requests.drafters
         if len(self.members) in used:
@@ -248,7 +248,7 @@ def _check_default(setup: DrafterSetup, names: tuple[str, ...]) -> None:
     """Raise `ConfigError` if `hybrid` is the default drafter but not in `names`."""
     method = setup.speculation.method
     if method not in names:
-        remedy = "It needs a drafter that looks up (`ngram`) and another one: add it."
+        remedy = "`hybrid` needs a drafter that looks drafts up (`ngram`), and another drafter."
         if not setup.on_host:
             remedy = "`hybrid` runs only on a CPU: name the drafter that requests have by default."
         field = "speculative_config.method"
@@ -262,12 +262,12 @@ def _members_with_q(members: Sequence[Drafter]) -> list[Autoregressive]:
     for i, member in enumerate(members):
         if isinstance(member, Autoregressive) and member.probabilistic:
             with_q.append(member)
-            dtype, shared = member.cache_shape[2], with_q[0].cache_shape[2]
-            if dtype != shared:
-                bound = f"a drafter with {shared} logits, as an earlier drafter has"
-                remedy = f"Its logits are {dtype}: `greedy` as `draft_sample_method` needs no q."
+            dtype, shared_dtype = member.cache_shape[2], with_q[0].cache_shape[2]
+            if dtype != shared_dtype:
+                bound = f"a model with {shared_dtype} logits, as an earlier drafter's model has"
+                remedy = f"Its logits are {dtype}. Or set `draft_sample_method` to `greedy`."
                 field = f"speculative_config.drafters[{i}].model"
-                raise ConfigError(field, None, bound, remedy)
+                raise ConfigError(field, _speculation(member.config).model, bound, remedy)
     return with_q
 
 
@@ -302,5 +302,5 @@ def _where(first_B: Tensor, first: DraftBlock, second: DraftBlock) -> DraftBlock
 
 def _common_cache(first: DraftCache | None, second: DraftCache | None) -> DraftCache | None:
     if first is not None and second is not None and first is not second:
-        raise IntegrityError("two drafters keep q apart; `Autoregressive.shared_cache` is for both")
+        raise IntegrityError("two drafters do not share a cache of q: see `shared_cache`")
     return first or second

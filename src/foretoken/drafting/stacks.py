@@ -8,23 +8,23 @@ draft, which are overwritten before they are read; after the end of the request'
 table names the spare slot's block.
 
 Requests that begin with the same tokens share blocks. Each block has a half for the target's K/V
-and one for the drafter's. The drafter's half may be missing, because the request that filled the
+and a half for the drafter's. The drafter's half may be missing, because the request that filled the
 target's half may never have had drafts.
 
 - `DraftModel` (on a host) counts for each slot how many of the first tokens have K/V here, and
   computes the tokens of steps without drafts later. A block is `complete` once all of its positions
   were computed from known tokens. A request that is new to its slot starts after its first complete
   blocks. This is correct for three reasons. Two tables share a block only if all tokens up to its
-  end are equal, so it does not matter which request computed it. Drafts come after all known
+  end are equal, so it does not matter which request computed the block. Drafts come after all known
   tokens, so no complete block has a draft. `clear` removes the mark of a reused block. Requests
   that share an incomplete block each compute it, with equal values.
 - `LockstepDraftModel` (on a device, where the host does not know which tokens have K/V here)
   computes in every step what the target computes. After a step only the last of these tokens may be
   missing: if all drafts of a round are accepted, the last draft was drawn but not computed. The
   next step computes it. Other requests find a block once the target has computed two tokens past
-  its end (`num_behind`), because two tokens of an ended request may be missing: that of a last step
-  that only decodes, since an ended request takes no part in the step's draft pass, and the last
-  draft of the round before.
+  the block's end (`num_behind`), because two tokens of an ended request may be missing: the last
+  draft of a round, and the token that the target computes in the next step, if that step has no
+  drafts: the drafter's pass after the step leaves out ended requests.
 - `Eagle3` runs over exactly the rows that the target has computed, each with the token after it,
   also in steps without drafts.
 
@@ -79,7 +79,7 @@ class Autoregressive(Drafter):
     Attributes:
         probabilistic: whether q is kept for verification; False: drafts are greedy, q is one-hot.
         cache_shape: K, V and dtype of the q that is kept for each slot; K = 0: no q is kept.
-        follows_grammars: whether drafts have the target's token ids, as a grammar's masks have.
+        follows_grammars: whether grammars may mask drafts, because these have the target's ids.
         shared_cache: a `DraftCache` shared with other drafters; None: `allocate` makes a new one.
     """
 
@@ -125,7 +125,7 @@ class Autoregressive(Drafter):
         return self._matchers
 
     def has_grammar(self, slot: int) -> bool:
-        """Whether the request's drafts must match a grammar; always False on a device."""
+        """Whether the request's drafts are masked by a grammar; always False on a device."""
         uses_grammars = self.slots.on_host and self.follows_grammars
         return uses_grammars and self.slots.admitted[slot].has_grammar
 
@@ -187,7 +187,7 @@ class Autoregressive(Drafter):
         masked: bool = False,
     ) -> Tensor:
         """Draw drafts [B, K], -1 after a request's last draft: the first from the output `first`,
-        each further one from a pass over the draft before. `masked`: apply grammars."""
+        each further draft from a pass over the draft before it. `masked`: apply grammars."""
         output, drafts, fp64 = first, list[Tensor](), self.config.use_fp64_gumbel
         slots = requests.slot_B.tolist() if masked else []
         for i in range(requests.most):
@@ -247,7 +247,7 @@ class DraftModel(_ModelDrafter):
         computed_S = torch.zeros_like(state.computed_S)
         self._num_computed_S: Array = computed_S.numpy()
         limit_S = torch.full_like(state.limit_S, _NO_LIMIT)
-        # The slots for the drafter: the same tokens, but other numbers of computed ones.
+        # The slots for the drafter: the same tokens, but other numbers of computed tokens.
         self._steps = self.backend.steps(state._replace(computed_S=computed_S, limit_S=limit_S))
         self.complete = bytearray(num_blocks)
 
@@ -301,7 +301,7 @@ class DraftModel(_ModelDrafter):
 
     def _compute_prompts(self, step: StepInput) -> None:
         """Compute the chunks of unfinished prompts that the target computed in this step, so that
-        the first round after a long prompt need not compute all of it while others wait."""
+        the first round after a long prompt need not compute it while other requests wait."""
         counts = {}
         for slot, size, decides in zip(step.slot_B, step.num_tokens_B, step.decides_B, strict=True):
             if decides or self.slots.admitted[slot].params.num_speculative_tokens == 0:
@@ -410,7 +410,7 @@ class LockstepDraftModel(_ModelDrafter):
         self._write_kv(batch._replace(position_T=batch.position_T.clamp(max=max_position)))
 
     def _last_two_tokens(self, requests: StepRequests) -> ForwardBatch:
-        """The batch of the last two tokens that the target computed; the step only decodes."""
+        """The batch of each request's last two tokens that the target has computed."""
         max_len, length_S = self.model.max_model_len, self.slots.state.length_S
         # Without the last known token, which may have no block yet.
         end_B = (length_S[requests.slot_D] - 1).clamp(min=1)
@@ -422,10 +422,10 @@ class LockstepDraftModel(_ModelDrafter):
         """The batch of the target's chunks of prompts, and of each decoding request's last two
         tokens.
 
-        No token is missing before a chunk of a prompt. Such steps are not captured and have no
-        padding. The slots already have the outcome, so `pack` gets the state from before the step.
-        A request that has just reached its limit takes part, since it may be a prompt with one
-        token to generate; one that reached its limit earlier computes its last tokens again.
+        No token is missing before a chunk of a prompt. Steps with prompts are not captured and have
+        no padding. The slots already have the outcome, so `pack` gets the state from before the
+        step. Requests that have reached their limit take part, because a prompt may have one token
+        to generate; if they reached it earlier, their last tokens are computed again.
         """
         state, num_tokens_B = self.slots.state, requests.num_tokens_B
         end_B = state.computed_S[requests.slot_B]
@@ -466,7 +466,7 @@ class Eagle3(Autoregressive):
         depth = parsed.get_text_config().num_hidden_layers
         layers = head.aux_layers or default_aux_layers(depth)
         if not all(0 <= layer < depth for layer in layers):
-            # Number `depth` is the last layer's output, which only exists normed.
+            # State number `depth` is the last layer's output, which only exists normed.
             bound = f"a head that reads hidden states in 0..{depth - 1} of its target"
             remedy = f"It reads {list(layers)}; the target has {depth} layers."
             name = config.speculative_config and config.speculative_config.model
@@ -529,7 +529,7 @@ class Eagle3(Autoregressive):
 
 
 def _load_head(setup: DrafterSetup) -> LoadedStack:
-    """Load the head; `ConfigError` if its vocabulary or hidden size does not fit the target."""
+    """Load the head; `ConfigError` if no head is named, or its sizes do not fit the target."""
     is_dummy, embedding = setup.config.load_format == "dummy", setup.embedding
     if embedding is None:
         raise IntegrityError("`eagle3` was given no embedding of its target")
@@ -542,7 +542,7 @@ def _load_head(setup: DrafterSetup) -> LoadedStack:
     ):
         if head_size != target_size:
             bound = "a head that was trained for this target"
-            remedy = f"It takes {head_size} {unit}; the target has {target_size}."
+            remedy = f"It was trained for {head_size} {unit}; the target has {target_size}."
             raise ConfigError("speculative_config.model", setup.speculation.model, bound, remedy)
     return load_head(
         folder, config, embedding=embedding, backend=setup.backend, output_layer=setup.head,

@@ -29,7 +29,7 @@ class Suffix(Drafter):
     """Drafts by looking up the request's own tokens and other requests' outputs.
 
     A request with its own seed that draws at random does not use other requests' outputs, because
-    its text would depend on them. Its output would even be biased if another request had the same
+    its text would depend on these. The output would even be biased if another request had the same
     seed: the noise that verifies the drafts would be the noise with which they were drawn. At T=0
     and under `coupled` drafts change no text, so such requests use other requests' outputs.
     """
@@ -76,7 +76,7 @@ class Suffix(Drafter):
             self._finished_lengths.clear()
         self._slot_indexes = SuffixIndexes(list(slots.token_SL)[: slots.num_slots])
         self._output_start_S = [0] * slots.num_slots
-        self._num_shared: dict[int, int] = {}  # by slot: shared indexes that it may use
+        self._num_shared: dict[int, int] = {}  # by slot: usable shared indexes
         self._salted = set[int]()  # slots of requests with a `cache_salt`
 
     def propose(self, requests: DraftRequests) -> DraftBlock:
@@ -90,21 +90,21 @@ class Suffix(Drafter):
 
     def _usable_indexes(self, slot: int) -> int:
         """How many of the shared indexes the slot's request may use; also record where the output
-        of a new request begins. A request with a `cache_salt` uses only the corpus, because a trace
-        would show it text of other requests."""
-        if (number := self._num_shared.get(slot)) is None:
+        of a new request begins. Only the corpus serves requests that draw at random with a seed
+        (see the class), or with a `cache_salt`: a trace would show text of other requests."""
+        if (count := self._num_shared.get(slot)) is None:
             request, length = self.slots.admitted[slot], int(self.slots.length_S[slot])
             self._output_start_S[slot] = max(request.num_prompt, length - 1)
-            is_reproducible = request.depends_on_drafts and request.params.seed is not None
+            needs_fixed_drafts = request.depends_on_drafts and request.params.seed is not None
             if request.params.cache_salt is not None:
                 self._salted.add(slot)
-            uses_outputs = not is_reproducible and slot not in self._salted
-            number = len(self._shared_indexes.size_N) if uses_outputs else self._num_corpora
-            self._num_shared[slot] = number
-        return number
+            uses_outputs = not needs_fixed_drafts and slot not in self._salted
+            count = len(self._shared_indexes.size_N) if uses_outputs else self._num_corpora
+            self._num_shared[slot] = count
+        return count
 
     def release(self, slot: int) -> None:
-        """Forget the request. Index its output for other requests unless it has a `cache_salt`."""
+        """Forget the request; index its output if outputs are kept and it has no `cache_salt`."""
         if self._num_shared.pop(slot, None) is not None:
             self._slot_indexes.resize(slot, 0)
             if slot in self._salted:
@@ -116,7 +116,7 @@ class Suffix(Drafter):
         return self._num_shared
 
     def _index_output(self, text: Array) -> None:
-        """Index a finished output; drop the oldest ones if there is no room."""
+        """Index a finished output; first drop old outputs until number and size allow it."""
         lengths, index = self._finished_lengths, self._num_corpora
         size, room = int(self._shared_indexes.size_N[index]), self._shared_indexes.room(index, text)
         while lengths and (len(lengths) == self._max_finished or size > room):
@@ -126,7 +126,7 @@ class Suffix(Drafter):
 
 
 def _read_corpus(path: str, setup: DrafterSetup) -> Array:
-    """Token ids of a file of UTF-8 text; `ConfigError` if it cannot be read."""
+    """Token ids of a file of UTF-8 text; `ConfigError` if file, tokens or tokenizer are missing."""
     field, bound = "speculative_config.suffix_corpus", "a file of UTF-8 text"
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ is lossless, because q may be any distribution.
 
 The draft model reads one of its tokens for each token of the target, so positions, lengths and
 cache blocks are the same in both. If the draft model lacks a token, it reads the last of its tokens
-that encode the token's text. The others are lost, which only costs acceptance after such tokens.
+that encode the token's text. Losing the rest of the text only costs acceptance after such tokens.
 
 Shape suffixes: T packed tokens, N rows of logits, V the target's vocabulary.
 """
@@ -70,7 +70,7 @@ class DraftNetwork(NamedTuple):
 
 def load_draft(setup: DrafterSetup) -> DraftNetwork:
     """Load the draft model, with a map of ids if it has other ids than the target; `ConfigError` if
-    too few tokens are shared, or numbers of logits differ and a tokenizer is missing."""
+    no model is named, too few tokens are shared, or numbers of logits differ without tokenizers."""
     name, folder, tokenizer = find_draft(setup)
     match = Match(None, {})
     have_tokenizers = setup.tokenizer is not None and tokenizer is not None
@@ -78,9 +78,9 @@ def load_draft(setup: DrafterSetup) -> DraftNetwork:
         match = match_tokenizers(name, setup.tokenizer, tokenizer)
     model = load_weights(setup, folder)
     if not have_tokenizers and model.vocab_size != setup.vocab_size:
-        bound = "a model with the target's vocabulary, if one of the two has no tokenizer"
-        sizes = f"It has {model.vocab_size} logits, the target has {setup.vocab_size}."
-        remedy = f"{sizes} Choose another model, or method `ngram`."
+        bound = "a model with the target's vocabulary, if it or the target has no tokenizer"
+        reason = f"It has {model.vocab_size} logits, the target has {setup.vocab_size}."
+        remedy = f"{reason} Choose another model, or method `ngram`."
         raise ConfigError("speculative_config.model", name, bound, remedy)
     ids = match.ids(setup.vocab_size, model.vocab_size, setup.device)
     return DraftNetwork(model, ids)
@@ -88,7 +88,7 @@ def load_draft(setup: DrafterSetup) -> DraftNetwork:
 
 def find_draft(setup: DrafterSetup) -> tuple[str, Path, Any]:
     """The draft model's name, folder, and tokenizer (None if it has none); `ConfigError` if the
-    options name no draft model, and the target has no built-in one."""
+    options name no draft model, and none is built in for the target."""
     config = setup.config
     name = setup.speculation.model or BUILT_IN_DRAFTS.get(config.model)
     if name is None:
@@ -120,7 +120,7 @@ class Match(NamedTuple):
     stand_ins: dict[int, int]
 
     def ids(self, vocab_size: int, draft_size: int, device: torch.device) -> IdMap | None:
-        """The map of ids for models with so many logits; None if ids and sizes are equal."""
+        """The map of ids; None if the ids and the two models' numbers of logits are equal."""
         shared = self.shared
         if shared is None:
             if vocab_size == draft_size:
@@ -138,7 +138,7 @@ class Match(NamedTuple):
 
 def match_tokenizers(name: str, target: Any, draft: Any) -> Match:
     """Find the tokens that two tokenizers share, and log their share of the target's tokens;
-    `ConfigError`, which names the draft model, if it is less than `LEAST_SHARE`."""
+    `ConfigError`, about the draft model `name`, if the share is less than `LEAST_SHARE`."""
     target_vocab = target.get_vocab()
     if draft.get_vocab() == target_vocab:
         return Match(None, {})
@@ -179,7 +179,7 @@ def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
         if i in special:
             return True, name
         text = name if i in added else tokenizer.convert_tokens_to_string(["a", name])
-        # A partial character has no text. Tokenizers of one kind give it the same name.
+        # A partial character has no text. Similar tokenizers name it alike.
         return (True, name) if PARTIAL in text else (False, text.removeprefix(letter))
 
     # `<0x41>` and `A` have the same text, which a tokenizer encodes as `A`: so `A` comes first.
@@ -191,8 +191,8 @@ def _ids_by_text(tokenizer: Any) -> dict[tuple[bool, str], int]:
 
 
 def _stand_ins(texts: dict[int, str], draft: Any) -> dict[int, int]:
-    """The last of the draft's tokens that encode each text, by the same keys; if no tokens encode
-    it, the draft's unknown token, or 0 if the draft has none."""
+    """The last of the draft's tokens that encode each text, by the same keys; for a text that no
+    tokens encode the draft's unknown token, or 0 if the draft has no unknown token."""
     unknown = getattr(draft, "unk_token_id", None) or 0
     encoded = draft([*texts.values()], add_special_tokens=False)["input_ids"] if texts else []
     return {i: ids[-1] if ids else unknown for i, ids in zip(texts, encoded, strict=True)}

@@ -4,7 +4,7 @@ Row j of a request is edited as if its drafts before row j were accepted.
 
 Shape suffixes: D deciding requests, G deciding requests with a grammar, K drafts, N rows of the
 batch, E edited rows, M entries, X masks of one request, R masks of all requests, W mask words, U
-tokens with entries.
+tokens with entries; in `HistoryRows` R rows of one request.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class PackedEdits(NamedTuple):
     subtract_M: Array
 
     def unpack(self, num_D: Tensor, most_drafts: int) -> Edits:
-        """The edits on the device of `num_D`, the numbers of drafts (at most `most_drafts`) of the
-        deciding requests, each of which has one row more than drafts."""
+        """The edits on the device of `num_D`: the number of drafts, up to `most_drafts`, of each
+        deciding request. A request has one row more than drafts."""
         count_D, device = num_D + 1, num_D.device
         on_host = device.type == "cpu"
         num_rows = int(count_D.sum()) if on_host else len(count_D) * (most_drafts + 1)
@@ -98,7 +98,7 @@ def pack_edits(
 
 
 class _RequestEdits(NamedTuple):
-    """The edits of deciding request d. All its rows have entries for the same tokens.
+    """The edits of deciding request d. All rows of the request have entries for the same tokens.
 
     mask_XW: one mask for each row, or a single mask for all rows; None: no mask
     """

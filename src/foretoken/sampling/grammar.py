@@ -1,4 +1,4 @@
-"""Grammars that outputs must match. llguidance compiles each once; samples have matchers. No torch.
+"""Grammars that outputs must match. llguidance compiles each grammar once. No torch.
 
 All code that uses llguidance is here. Grammars are compiled in separate threads, never in a step,
 and within limits. An error of llguidance becomes an error of the request that has the grammar.
@@ -77,7 +77,7 @@ class Matcher:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Advance over emitted tokens, except those after the end of the grammar; `RequestError` if
-        the grammar does not allow them or is too complex."""
+        the grammar does not allow a token or is too complex."""
         self.rewind()
         num_consumed = self.state.try_consume_tokens([*token_ids])
         if num_consumed < len(token_ids) and not self.is_finished:
@@ -86,7 +86,7 @@ class Matcher:
             raise RequestError(FIELD, self.grammar, bound)
 
     def advance(self, drafts: Sequence[int]) -> None:
-        """Advance over drafts: all those after the last emitted token. `rewind` undoes this."""
+        """Advance over all drafts after the last emitted token; `rewind` goes back."""
         self._num_ahead += self.state.try_consume_tokens([*drafts[self._num_ahead :]])
 
     def rewind(self) -> None:
@@ -151,8 +151,8 @@ def fill_ahead(
 ) -> Array:
     """Masks of the tokens that each matcher allows after its drafts, int32 [G, W], G >= 1.
 
-    A drafter calls it once for each draft, and each call fills one mask per matcher. `fill_masks`
-    would fill the masks of all earlier drafts again: 15 masks for 5 drafts, not 5.
+    A drafter calls `fill_ahead` once for each draft, and each call fills one mask per matcher.
+    `fill_masks` would fill the masks of all earlier drafts again: 15 masks for 5 drafts, not 5.
     """
     from llguidance import numpy as native
 
@@ -277,16 +277,16 @@ class Grammars:
         """
         entries = [entry for value in outputs if (entry := self.begin(value))]
         for entry in entries:
-            while (left := self.seconds_left(entry)) > 0:
-                wait([entry.future], left)
+            while (seconds := self.seconds_left(entry)) > 0:
+                wait([entry.future], seconds)
         return entries
 
     def seconds_left(self, entry: Compilation) -> float:
         """The seconds that a compilation may still take, 0 once it is done. A queued one gets its
         full time again whenever another compilation begins."""
         start = entry.start_time if entry.has_begun else max(entry.start_time, self._last_start)
-        left = start + self.seconds - time.monotonic()
-        return 0.0 if entry.future.done() else left
+        seconds = start + self.seconds - time.monotonic()
+        return 0.0 if entry.future.done() else seconds
 
     def compiled(self, outputs: Any) -> Grammar | None:
         """The compiled grammar of `structured_outputs`, without waiting; `RequestError` if it could
@@ -297,14 +297,14 @@ class Grammars:
         if not entry.future.done():
             raise _grammar_error(outputs, f"compiled within {self.seconds:g} s")
         result = entry.future.result()
-        if isinstance(result, RequestError):  # a new object for each request
+        if isinstance(result, RequestError):  # a new error for each request
             raise RequestError(result.field, result.value, result.bound, result.remedy)
         return result
 
     def _compile(self, key: str, entry_ref: ref[Compilation], outputs: dict[str, Any]) -> None:
         """Compile in a thread of `compilers`. The entry's future gets the grammar, or the error."""
         entry = entry_ref()
-        if entry is None:  # no caller keeps it
+        if entry is None:  # no caller keeps the compilation
             return
         self._last_start = entry.start_time = time.monotonic()
         entry.has_begun = True
@@ -348,16 +348,16 @@ def _compile(outputs: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor)
     """Compile checked `structured_outputs`; `RequestError` if llguidance refuses them."""
     from llguidance import LLMatcher, LLParserLimits
 
-    [(kind, value)] = outputs.items()
-    if kind == "regex":
+    [(key, value)] = outputs.items()
+    if key == "regex":
         text = LLMatcher.grammar_from_regex(value)
-    elif kind == "choice":
+    elif key == "choice":
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
         text = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
-    elif kind == "grammar":
+    elif key == "grammar":
         text = LLMatcher.grammar_from_lark(_as_lark(outputs, value))
     else:
-        schema = value if kind == "json" else as_text(kind, ANY_OBJECT)
+        schema = value if key == "json" else as_text(key, ANY_OBJECT)
         text = LLMatcher.grammar_from_json_schema(schema)
     # With llguidance's own, looser limits, hostile grammars made steps long or memory grow. A mask
     # may take 100 000 units of lexer fuel (7 ms by llguidance's figures) and 20 000 items (1 ms), a
@@ -386,7 +386,7 @@ def _as_lark(outputs: dict[str, Any], text: str) -> str:
     try:
         return gbnf_to_lark(_GBNF_PARTS.sub(_rewrite_part, text))
     except Exception as error:  # the translation raises errors of any type
-        reason = f"GBNF: {error}; or write Lark, which begins with `start:`"
+        reason = f"no translation of GBNF: {error}; or write Lark, which begins with `start:`"
         raise _grammar_error(outputs, reason) from None
 
 
@@ -426,6 +426,6 @@ def _rewrite_character(text: str) -> str:
 
 
 def _grammar_error(outputs: dict[str, Any], reason: str) -> RequestError:
-    [(kind, value)] = outputs.items()
+    [(key, value)] = outputs.items()
     reason = reason.removesuffix("\n<non-verbose/>").strip()
-    return RequestError(f"{FIELD}.{kind}", value, f"a grammar that can be served: {reason}")
+    return RequestError(f"{FIELD}.{key}", value, f"a grammar that can be served: {reason}")

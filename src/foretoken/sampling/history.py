@@ -95,7 +95,7 @@ class EditHistory:
             np.add.at(self._count_U, self._find(token_ids), 1)
 
     def mask(self, vocab_size: int) -> Array | None:
-        """The bits of `allowed_token_ids`, int32 [W]; None if all tokens are allowed."""
+        """The bits of `allowed_token_ids`, int32 [W]; None if it is not set."""
         if self.params.allowed_token_ids is None:
             return None
         if self._mask_W is None:

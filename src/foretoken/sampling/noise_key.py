@@ -8,7 +8,7 @@ _ENGINE = int.from_bytes(b"foretokn", "big")
 
 
 def mix(seed: int, j: int) -> int:
-    """The key of item j under `seed`: the seed itself for j = 0, else a hash of the two.
+    """The key of item j under `seed`: the seed itself for j = 0, else a hash of seed and j.
 
     The hash is the finaliser of splitmix64 (Steele, Lea and Flood 2014), applied to seed + j *
     golden ratio. It is a bijection, so no two items j >= 1 of one seed share a key.

@@ -33,7 +33,7 @@ def check_text(name: str, text: str) -> None:
 
 
 def _check_number(name: str, value: Any, low: float, high: float, bound: str) -> None:
-    """Raise `RequestError` unless `value` is a number in [low, high]; `bound` is the error's."""
+    """Raise `RequestError` unless `value` is a number in [low, high]; the error names `bound`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise RequestError(name, value, bound)
 
@@ -46,7 +46,7 @@ def _check_integer(
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids as a tuple of plain integers, () for None; `RequestError` if they are not ids."""
+    """Token ids as a tuple of plain integers, () for None; `RequestError` for other values."""
     if value is None:
         return ()
     if hasattr(value, "tolist"):
@@ -62,7 +62,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _is_plain_bias(bias: dict[Any, Any]) -> bool:
-    """Whether the bias is valid as it is. Fast, since it may have an entry for every token."""
+    """Whether `logit_bias` is valid and needs no conversion; fast, even with all tokens."""
     if set(map(type, bias)) - {int} or set(map(type, bias.values())) - {int, float}:
         return False
     is_within = all(map((100.0).__ge__, map(abs, bias.values())))  # False for NaN
@@ -70,7 +70,7 @@ def _is_plain_bias(bias: dict[Any, Any]) -> bool:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    """A text or a list of texts as a tuple, () for None; `RequestError` if a text is empty."""
+    """A text or a list of texts as a tuple, () for None; `RequestError` for other or bad texts."""
     items = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(items, Sequence) or any(not isinstance(s, str) or not s for s in items):
         raise RequestError(name, value, "a list of non-empty strings")
@@ -153,13 +153,13 @@ class SamplingParams:
             from the model's raw logits; None is off.
         prompt_logprobs: the same for each prompt token.
         presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of tokens in the
-            output, once or for each occurrence.
+            output, once (presence) or for each occurrence (frequency).
         repetition_penalty: in [0.001, 1000]; for tokens in the prompt or output, positive logits
             are divided by it and negative logits are multiplied by it; 1 is off.
         logit_bias: token id -> value in [-100, 100] added to its logit.
         bad_words: strings that must not appear: the last token of a string is banned if its other
             tokens were just generated.
-        allowed_token_ids: only these can be drawn.
+        allowed_token_ids: only these tokens can be drawn.
         structured_outputs: what the text must be: a map with one of `json` (a schema, or its JSON
             text), `json_object` (true), `regex`, `choice` (a list of texts) and `grammar` (Lark, or
             GBNF). JSON has no white space, unless `disable_any_whitespace` is false or there is a
@@ -224,7 +224,7 @@ class SamplingParams:
         self._check_lists()
 
     def _check_numbers(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, 1e6, "a number in [0, 1e6], >= 0")
+        _check_number("temperature", self.temperature, 0.0, 1e6, "a number >= 0, at most 1e6")
         if 0.0 < self.temperature < 1e-5:
             remedy = "Use 0 for greedy decoding."
             raise RequestError("temperature", self.temperature, "0 or >= 1e-5", remedy)
@@ -237,13 +237,13 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             bound = f"at most max_tokens ({self.max_tokens})"
             raise RequestError("min_tokens", self.min_tokens, bound)
-        bound, remedy = f"an integer in [1, {MAX_SAMPLES}]", "Send the prompt again for more."
+        bound, remedy = f"an integer in [1, {MAX_SAMPLES}]", "For more, send the prompt again."
         _check_integer("n", self.n, 1, bound, remedy, high=MAX_SAMPLES)
         if self.seed == -1:
             self.seed = None
         if self.seed is not None:
             bound = "an integer in [0, 2**64), or -1"
-            remedy = "None makes one from the engine's seed."
+            remedy = "None: a seed is made from the engine's seed."
             _check_integer("seed", self.seed, 0, bound, remedy, high=2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
@@ -256,7 +256,7 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
         if (num_kept := self.truncate_prompt_tokens) == -1 and self.max_tokens is None:
             remedy = "Give `max_tokens`: -1 leaves room for it."
-            raise RequestError("truncate_prompt_tokens", -1, "an integer >= 1", remedy)
+            raise RequestError("truncate_prompt_tokens", -1, ">= 1 without `max_tokens`", remedy)
         if num_kept is not None and num_kept != -1:
             _check_integer("truncate_prompt_tokens", num_kept, 1, "an integer >= 1, or -1")
         for name in _FLAGS:
@@ -333,7 +333,7 @@ class SamplingParams:
 
     @property
     def grammar(self) -> Grammar | None:
-        """The compiled grammar of `structured_outputs`; None before admission, or without any."""
+        """The compiled grammar of `structured_outputs`; None before admission, or if not set."""
         outputs = self.structured_outputs
         return outputs if isinstance(outputs, Grammar) else None
 
@@ -349,7 +349,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether this request's logits are edited (bias, bans, penalties) before temperature."""
+        """Whether the logits are edited (masks, bias, bans, penalties) before temperature."""
         restricts = self.structured_outputs is not None or self.allowed_token_ids is not None
         penalizes = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(restricts or penalizes or self.logit_bias or self.min_tokens or self.bad_words)

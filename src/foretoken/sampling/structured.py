@@ -51,8 +51,8 @@ def read_structured_outputs(outputs: Any) -> dict[str, Any]:
     return {key: checked}
 
 
-def _white_space_options(kind: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's options for white space as llguidance's options; {} unless `kind` is JSON."""
+def _white_space_options(key: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's options for white space as llguidance's options; {} unless `key` is of JSON."""
     options: dict[str, Any] = {}
     if (compact := outputs.get("disable_any_whitespace")) is not None:
         if not isinstance(compact, bool):
@@ -60,11 +60,11 @@ def _white_space_options(kind: str, outputs: Mapping[str, Any]) -> dict[str, Any
         options["whitespace_flexible"] = not compact
     if (pattern := outputs.get("whitespace_pattern")) is not None:
         name = f"{FIELD}.whitespace_pattern"
-        if compact or not kind.startswith("json"):
-            bound = "left out with " + ("`disable_any_whitespace`: true" if compact else kind)
+        if compact or not key.startswith("json"):
+            bound = "left out with " + ("`disable_any_whitespace`: true" if compact else key)
             raise RequestError(name, pattern, bound)
         options["whitespace_pattern"] = _check_text(name, pattern)
-    return options if kind.startswith("json") else {}
+    return options if key.startswith("json") else {}
 
 
 def _schema_text(name: str, value: Any, white_space: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ def conditional_rates(
     Args:
         synthetic_acceptance_rate: r in [0, 1], the mean of all joint_i. The rates decay: c_i = c_0
             g^i, so joint_i = c_0^(i+1) g^(i(i+1)/2). g is 0.85 if some c_0 <= 1 then gives the mean
-            r, else the smallest g in [0.85, 1] with which c_0 = 1 does. |mean - r| < 1e-8.
+            r, else the smallest g in [0.85, 1] that gives r with c_0 = 1. |mean - r| < 1e-8.
         synthetic_acceptance_rates: the K numbers joint_i, in [0, 1] and never rising. c_i = joint_i
             / joint_{i-1}, or 0 if joint_{i-1} is 0.
         synthetic_acceptance_length: L in [1, K + 1], L = 1 + sum of joint_i. The rates are floor(L
@@ -72,7 +72,7 @@ def conditional_rates(
 
 
 def rates_of(config: SpeculativeConfig) -> tuple[float, ...]:
-    """`conditional_rates` for these options; () unless their rule is `synthetic`."""
+    """`conditional_rates` for these options; () unless the rule is `synthetic`."""
     if config.rejection_sample_method != "synthetic":
         return ()
     return conditional_rates(
@@ -101,7 +101,7 @@ def _decaying_rates(rate: float, count: int) -> tuple[float, ...]:
 
 
 def _smallest_argument(rising: Callable[[float], float], min_value: float, low: float) -> float:
-    """The smallest x in [low, 1] with rising(x) >= min_value; 1 if no x has."""
+    """The smallest x in [low, 1] with rising(x) >= min_value; 1 if there is no such x."""
     if rising(low) >= min_value:
         return low
     high = 1.0

@@ -74,12 +74,12 @@ class StepInput(NamedTuple):
     slot_B: the requests' slots.
     num_tokens_B: known tokens to compute.
     max_drafts_B: most drafts to verify after the known tokens. The true number K_b is smaller if
-        the request may have fewer tokens, or if the drafter makes fewer.
+        the request may have fewer tokens, or if the drafter makes fewer drafts.
     decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
     num_logprobs_B: how many of the likeliest tokens to report with each drawn token; NONE: no
         log-probabilities.
-    num_prompt_logprobs_B: how many to report with each token of the prompt; these reports need the
-        logits of all rows.
+    num_prompt_logprobs_B: the same for each token of the prompt, which needs the logits of all
+        rows.
     traces_B: whether to report the evidence of the decisions.
     """
 
@@ -137,7 +137,7 @@ class StepPlan(NamedTuple):
     released: slots of requests that ended or were preempted.
     admissions: requests that are new to their slots.
     new_blocks: (slot, first column, block ids): entries to append to block tables.
-    fresh_blocks: blocks with a new owner, which still have the data of the last one.
+    fresh_blocks: blocks with a new owner, which still have the data of the last owner.
     step: the requests to compute. If there are none, the rest of the plan is still applied.
     timed: whether to time the phases of the step; `StepResult` has the times.
     """
@@ -237,7 +237,7 @@ class Outcome(NamedTuple):
     logprobs: one row per token, if requested.
     prompt_logprobs: if requested, one row for each prompt token that follows a token computed in
         this step.
-    drafter: number of the drafter that made the drafts; None: the one that the request names.
+    drafter: number of the drafter that made the drafts; None: the request's own drafter.
     evidence: this request's row of each tensor in `Evidence`, if requested.
     """
 
@@ -261,19 +261,19 @@ class Outcome(NamedTuple):
 
 @dataclass
 class StepResult:
-    """What a step computed. Only its methods wait. Later steps overwrite nothing but `aux`.
+    """What a step computed. Only its methods wait for the device. Later steps overwrite only `aux`.
 
     step: the requests of the step.
     packet: the numbers that `Steps.advance` returns.
     num_padded: how many requests in the packet are padding; all of these decide.
     faults: by slot, exceptions of drafting for one request only.
-    source_D: numbers of the drafters that made the drafts; None: those that the requests name.
+    source_D: numbers of the drafters that made the drafts; None: the requests' own drafters.
     is_finite_N: whether each deciding row was finite before edits; None: edits made no row
         non-finite.
     logprobs: for each deciding request that wants log-probabilities, `num_drafts + 1` rows, padded
         to the same number for all; then a row for each token of prompts whose log-probabilities
-        are wanted. None: no request wants any.
-    evidence: the `Evidence` of the requests that want it; None: no request does.
+        are wanted. None: no request wants log-probabilities.
+    evidence: the `Evidence` of the requests that want it; None: no request wants it.
     seconds: the host's time for the step in the runner.
     events: (phase, event) for each event recorded on a GPU.
     phases: seconds of each phase, if timed.
@@ -300,14 +300,14 @@ class StepResult:
         if self.packet is None:
             return {}
         numbers, slot_D = self.packet.wait()[0].tolist(), self.step.slot_D
-        first = len(self.step.slot_B) + self.num_padded
-        width = (len(numbers) - first) // max(len(slot_D) + self.num_padded, 1)
+        start = len(self.step.slot_B) + self.num_padded
+        width = (len(numbers) - start) // max(len(slot_D) + self.num_padded, 1)
         decisions = {}
         for slot in slot_D:
-            num_drafts, num_accepted, finite = numbers[first : first + 3]
-            tokens = numbers[first + 3 : first + 3 + num_accepted + finite]
+            num_drafts, num_accepted, finite = numbers[start : start + 3]
+            tokens = numbers[start + 3 : start + 3 + num_accepted + finite]
             decisions[slot] = Outcome(tokens, num_drafts, num_accepted, finite > 0)
-            first += width
+            start += width
         return decisions
 
     def read(self) -> dict[int, Outcome]:
@@ -344,7 +344,7 @@ class StepResult:
         `all_rows`, which are the rows of `self.logprobs`."""
         step, slot_D = self.step, self.step.slot_D
         reported, prompts = step.reported_D, step.reported_prompts_B
-        # Rows of deciding requests; rows of rejected drafts and of padding are among them.
+        # Rows of deciding requests, those of rejected drafts and of padding included.
         num_deciding_rows = len(all_rows.rank_N) - sum(step.num_tokens_B[b] for b in prompts)
         for i, d in enumerate(reported):
             outcome, first = outcomes[slot_D[d]], i * num_deciding_rows // len(reported)

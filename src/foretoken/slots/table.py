@@ -153,7 +153,7 @@ class SlotTable:
         self._owners[name] = owner
 
     def apply(self, plan: StepPlan) -> None:
-        """Write all of a plan except its step."""
+        """Write a plan's releases, admissions and new blocks."""
         for slot in plan.released:
             self._release(slot)
         for admission in plan.admissions:
@@ -188,7 +188,8 @@ class SlotTable:
         params, state = self.params, self.state
         integers = [
             (params.key_S, [to_int64(a.key) for a in admissions]),
-            (params.top_k_S, [min(max(a.params.top_k, 0), 2**31) for a in admissions]),  # > V: off
+            # A `top_k` above V, as 2**31, is off.
+            (params.top_k_S, [min(max(a.params.top_k, 0), 2**31) for a in admissions]),
             (params.rule_S, [int(a.rule) for a in admissions]),
             (self.drafter_S, [a.drafter for a in admissions]),
             (state.length_S, [len(a.token_ids) for a in admissions]),
@@ -204,8 +205,8 @@ class SlotTable:
         rows: Array = np.array([slots, *(values for _, values in integers)], dtype=np.int64)
         slot_A, *columns = self._send(rows)
         columns += self._send(np.array([values for _, values in floats], dtype=np.float32))
-        for (target_S, _), value_A in zip([*integers, *floats], columns, strict=True):
-            target_S[slot_A] = value_A
+        for (column_S, _), value_A in zip([*integers, *floats], columns, strict=True):
+            column_S[slot_A] = value_A
         texts = [a.token_ids for a in admissions]
         token_AL: Array = np.zeros((len(texts), max(map(len, texts))), dtype=np.int32)
         for row, ids in zip(token_AL, texts, strict=True):
@@ -306,8 +307,8 @@ class SlotTable:
             return batch
         start_B1, num_deciding_rows = batch.attention.query_start_B1, len(batch.logit_row_N)
         offsets = [torch.arange(step.num_tokens_B[b], device=self.device) for b in prompts]
-        row_P = [start_B1[b] + offset for b, offset in zip(prompts, offsets, strict=True)]
-        row_N = torch.cat([batch.logit_row_N, *row_P])
+        prompt_rows = [start_B1[b] + offset for b, offset in zip(prompts, offsets, strict=True)]
+        row_N = torch.cat([batch.logit_row_N, *prompt_rows])
         if len(row_N) == len(batch.token_T):
             # T rows would mean all tokens in order (`ForwardBatch`): add a row that is never read.
             row_N = torch.cat([row_N, row_N[:1]])
@@ -318,11 +319,11 @@ class SlotTable:
         return self.steps.advance(tokens, verdict)
 
     def check_integrity(self, live: set[int]) -> None:
-        """Raise `IntegrityError` if there is state for a slot that no request has."""
+        """Raise `IntegrityError` if the table or an owner has state of a slot not in `live`."""
         slots_by_owner = {name: owner.held_slots() for name, owner in self._owners.items()}
         for name, slots in ({"requests": self.admitted.keys()} | slots_by_owner).items():
             if leaked := set(slots) - live:
-                raise IntegrityError(f"{name} of slots that no request has: {sorted(leaked)}")
+                raise IntegrityError(f"`{name}` has state of slots that are free: {sorted(leaked)}")
 
     def _send(self, array: Array) -> Tensor:
         return to_device(array, self.device)

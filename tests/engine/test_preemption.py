@@ -102,7 +102,7 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
         assert engine.has_room
         engine.add(str(i), [1], params)
     assert not engine.has_room
-    with pytest.raises(OverloadedError, match="`max_num_waiting` is 3: must be more than the 3"):
+    with pytest.raises(OverloadedError, match="`max_num_waiting` is 3: must be more than 3"):
         engine.add("one too many", [1], params)
     engine.step()
     engine.add("after a step", [1], params)

@@ -414,7 +414,7 @@ def test_a_head_that_kernels_lack_runs_in_stock_operators(
     head = save_head(tmp_path / "head", **HEAD, head_dim=8)
     with caplog.at_level(logging.INFO, "foretoken"):
         llm = build(file, {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
-    assert "The EAGLE-3 head runs in stock operators: heads of sizes [8]" in caplog.text
+    assert "The EAGLE-3 head runs in stock operators: head sizes are [8]" in caplog.text
     assert run(llm, PROMPTS, GREEDY) == run(build(file), PROMPTS, GREEDY)
 
 

@@ -46,7 +46,7 @@ def processing_error(request: Request, cause: Exception) -> errors.ForetokenErro
 
 def overloaded(num_waiting: int, max_num_waiting: int | None) -> errors.OverloadedError:
     """The error of a request that a full queue refuses."""
-    bound = f"more than the {num_waiting} requests that wait already"
+    bound = f"more than {num_waiting}, the number of requests that wait already"
     remedy = "Send the request again later, or raise `max_num_waiting`."
     return errors.OverloadedError("max_num_waiting", max_num_waiting, bound, remedy)
 

@@ -133,7 +133,7 @@ class AsyncEngine:
             messages, template: as in `LLM.chat`, for one conversation.
 
         Raises, when called:
-            RequestError: a bad template, or one that does not use an input.
+            RequestError: a bad chat template, or one that does not use the given `tools`.
         """
         prompt = self._chat_prompt(messages, template)
         return self._complete(prompt, sampling_params, request_id, deltas)
@@ -148,7 +148,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[Any, None]:  # fmt: skip
         """Wait until the grammar is compiled, queue the request, and yield its outputs."""
         params = self._params.read(sampling_params)
-        # A grammar without references is dropped: `compiling` keeps it until the request ends.
+        # Compiled grammars are held weakly: `compiling` keeps this one until the request ends.
         compiling = self._grammars.begin(params.structured_outputs)
         while compiling and (left := self._grammars.seconds_left(compiling)) > 0:
             await asyncio.wait([asyncio.wrap_future(compiling.future)], timeout=left)

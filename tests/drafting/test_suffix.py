@@ -302,7 +302,7 @@ def test_the_plan_counts_what_is_kept(target: Path) -> None:
     plan, drafter = llm.memory_plan, llm.engine.runner.drafter
     assert plan is not None
     assert isinstance(drafter, Suffix)
-    held = [sum(array.nbytes for array in arrays) for arrays in drafter._slot_indexes._kept]
+    held = [sum(array.nbytes for array in arrays) for arrays in drafter._slot_indexes._memory]
     assert len(held) == 64
     assert plan.parts["drafts of slots"] >= sum(held)
     assert plan.parts["texts to draft from"] == 4 * 4096 + 3 * 8 * 4096

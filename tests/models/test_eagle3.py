@@ -361,7 +361,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "angles .* are not finite"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "invalid RoPE .*'factor': 'x'"),
     ({"partial_rotary_factor": 2}, r"rotates 32 numbers .* an even number in 2\.\.16"),
-    ({"partial_rotary_factor": 0}, "rotates 0 numbers of each head"),
+    ({"partial_rotary_factor": 0}, "rotates 0 numbers of each attention head"),
 ]
 
 

@@ -194,5 +194,5 @@ def test_a_head_for_a_target_of_absurd_sizes(tmp_path: Path) -> None:
         LLM(str(target), {"method": "eagle3", "model": str(head)}, num_blocks=64)
     change_config(target, num_hidden_layers=3)
     change_config(head, vocab_size=10**9)
-    with pytest.raises(ConfigError, match="takes 1000000000 logits; the target has 260"):
+    with pytest.raises(ConfigError, match="trained for 1000000000 logits; the target has 260"):
         LLM(str(target), {"method": "eagle3", "model": str(head)}, num_blocks=64)

@@ -217,8 +217,8 @@ def _rotary(path: Path, layer: Any) -> tuple[Tensor, float]:
         raise CheckpointError(f"`{path}`: invalid RoPE {rope}: {first_line(error)}") from error
     if rotary is None or size % 2 or size > layer.head_dim:
         raise CheckpointError(
-            f"`{path}` rotates {size} numbers of each head: `head_dim` {layer.head_dim} times "
-            f"`partial_rotary_factor` {factor} must be an even number in 2..{layer.head_dim}."
+            f"`{path}` rotates {size} numbers of each attention head: `head_dim` {layer.head_dim} "
+            f"times `partial_rotary_factor` {factor} must be an even number in 2..{layer.head_dim}."
         )
     frequency_R, scale = rotary.inv_freq.float(), float(rotary.attention_scaling)
     if not bool((frequency_R * scale).isfinite().all()):

@@ -249,8 +249,8 @@ def _gguf_from_hub(name: HubFile, revision: str | None, local_only: bool) -> Pat
     missing = [part for part, path in zip(files, paths, strict=True) if not path.is_file()]
     if missing:
         raise CheckpointError(
-            f"`{name.repository}` has no file `{missing[0]}`, or it is not in the local cache: "
-            f"`hf download {name.repository} --include '*.gguf'` downloads all GGUF files."
+            f"`{name.repository}` has no file `{missing[0]}`, or it is not in the local cache. "
+            f"Check the name, or run `hf download {name.repository} '{missing[0]}'` with a network."
         )
     return paths[0]
 

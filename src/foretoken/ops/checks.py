@@ -383,8 +383,8 @@ def check_attention(
     batch: AttentionBatch,
     options: AttentionOptions,
 ) -> None:
-    """Check all arguments of `Backend.attention`. If batch, shapes and options are those of the
-    previous layer, only the sinks are checked."""
+    """Check all arguments of `Backend.attention`. A layer with the previous layer's batch, tensor
+    layouts, scale, window and softcap has only its sinks checked."""
     global _latest_batch
     check_kind("options", options, AttentionOptions)
     scalars = options.scale, options.sliding_window, options.softcap

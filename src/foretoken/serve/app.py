@@ -34,7 +34,7 @@ def build_app(
     Args:
         guarded: whether the application checks access and logs requests. In a fleet, the front does
             both, and the replicas do not.
-        life: the lifetime of the open requests; None: a new `Lifetime`.
+        life: the open requests, and whether more are taken; None: a new `Lifetime`.
     """
 
     @asynccontextmanager

@@ -83,7 +83,8 @@ class BodyLimits:
 
     def _check(self, body: bytes) -> Refusal | None:
         """A refusal of a body that is not UTF-8 or would take too long to parse; else None."""
-        if not json.detect_encoding(body).startswith("utf-8"):  # else brackets cannot be counted
+        # Only in UTF-8 is each bracket one byte that can be counted.
+        if not json.detect_encoding(body).startswith("utf-8"):
             text = "The body must be UTF-8."
             return Refusal(400, text, "invalid_request_error", code="body_not_utf8")
         num_brackets, limit = body.count(b"[") + body.count(b"{"), self._max_values

@@ -489,7 +489,7 @@ class ToolUse:
 
 
 def read_tools(body: ChatBody, form: MessageFormat) -> ToolUse:
-    """How the answer to a body may use tools; with `tool_choice`: none the model sees no tools."""
+    """How the answer to a body may use tools. With `tool_choice` `none` the model sees no tools."""
     choice = body.tool_choice
     if not body.tools:
         for name in ("tool_choice", "parallel_tool_calls"):

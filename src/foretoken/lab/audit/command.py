@@ -36,7 +36,8 @@ from foretoken.sampling.params import SamplingParams
 HEADER = ["", "source", "draws", "TV bound", "G-test p", "accepted", "standard", "best"]
 MEANING = [
     "The evidence is an average of e-values: an average above 1/alpha refutes losslessness, at any "
-    "number of draws. All checks and subjects of an audit share alpha.",
+    "number of draws. The checks and subjects of an audit share alpha; in the gallery each subject "
+    "has all of it.",
     f"TV bounds of all sources of a subject hold together with {CONFIDENCE:.0%} confidence.",
     "The G-test's p-value does not correct for the choice of when to stop.",
     "accepted, standard, best: mean numbers of drafts that the subject, `standard` and the best "

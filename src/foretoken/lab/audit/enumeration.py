@@ -1,7 +1,7 @@
 """The exact distribution of a Python function of random numbers: every branch, with its weight.
 
-The function runs many times with a symbolic generator. It returns `Uniform`s, which only know the
-interval that they lie in. A comparison with a threshold inside the interval forks the run in two,
+The function runs many times with a symbolic generator of `Uniform`s, which only know the interval
+that they lie in. A comparison with a threshold inside the interval forks the run in two,
 weighted by the threshold's position. The result covers *all* uniforms, without a grid or a sample.
 Thresholds may be floats, `Fraction`s (for an exact result), numpy numbers and torch tensors.
 """

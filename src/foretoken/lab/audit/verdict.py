@@ -95,7 +95,9 @@ class Finding:
             return f"{INCONCLUSIVE}: nothing was drawn.{interrupted}"
         with_drafts = [tally for tally in evidence.tallies if tally.source.num_drafts]
         if with_drafts and not any(tally.accepted for tally in with_drafts):
-            return f"{INCONCLUSIVE}: no draft was accepted, so no rule was tested.{interrupted}"
+            return (
+                f"{INCONCLUSIVE}: no draft was accepted, so acceptance was not tested.{interrupted}"
+            )
         num = len(evidence.tallies)
         bound = max(tally.distance_bound(num) for tally in evidence.tallies)
         cells = max(len(tally.counts) for tally in evidence.tallies)

@@ -324,7 +324,7 @@ def _positions(rows: Sequence[Row], colours: Colours) -> str:
             if points:
                 series.append(Series(name, points, colours[name], dashed=kind == "conditional"))
     title = f"Drafts accepted, by position ({_load(rows[0])})"
-    note = "Solid: of all drafts. Dashed: of the drafts with all earlier drafts accepted."
+    note = "Solid: of all drafts there. Dashed: of those with all earlier drafts accepted."
     axes = Axes("position of the draft", "share accepted")
     return line_chart(title, axes, series, note=note)
 

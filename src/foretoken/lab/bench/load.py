@@ -235,7 +235,7 @@ async def _send(
 
 
 def difference(before: SpeculationMetrics, after: SpeculationMetrics) -> SpeculationMetrics:
-    """The counts between two readings of the same counters."""
+    """How much the counters grew between two readings, in total; without those of each drafter."""
     result = SpeculationMetrics()
     for count in fields(SpeculationMetrics):
         old, new = getattr(before, count.name), getattr(after, count.name)

@@ -91,8 +91,8 @@ class Server(Client):
             raise ConfigError("url", self.url, bound) from None
         if not self.speculates:
             self.notes.append(
-                "Requests to this server cannot set how it drafts: plain decoding is not measured, "
-                "and no speed-up is reported."
+                "Requests to this server cannot switch drafts on and off: there is no plain "
+                "decoding to compare with, and no speed-up is reported."
             )
 
     async def takes(self, **fields: Any) -> bool:

@@ -71,7 +71,7 @@ class Replicas:
         enough = "enough" if needed <= self.max_count else "too few"
         return (
             f"{demand} take {needed} replica{'s' * (needed != 1)} of {self.name}. The file allows "
-            f"{counts}, which is {enough}: {self.max_count} serve {max_rate:.3g} requests/s."
+            f"{counts}, which is {enough}: at most {max_rate:.3g} requests/s."
         )
 
 

@@ -359,8 +359,10 @@ class _Header:
         if item_type == _ARRAY:
             raise self._error(f"has an array of arrays at `{key}`, which no model has")
         min_bytes = 8 if item_type == _STRING else 1
-        self._check_count(count, f"items in the array `{key}`", min_bytes, self._items_left)
+        self._check_count(count, f"items in the array `{key}`", min_bytes, _MAX_ITEMS)
         self._items_left -= count
+        if self._items_left < 0:
+            raise self._error(f"has arrays of more than {_MAX_ITEMS} items in all, up to `{key}`")
         if item_type == _STRING:
             return self._texts(key, count)
         return self._numbers(key, item_type, count)

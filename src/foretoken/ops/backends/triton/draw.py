@@ -92,9 +92,10 @@ def _compare_with_q(x, off, p: Softmax, source: Source, q: Q):
 
 @triton.jit
 def log2_weights(x, off, p: Softmax, source: Source, q: Q | None):
-    """log2 weights of ids `off` with edited logits x; normalised only in mode RESIDUAL.
-    In that mode log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2(w p). Leviathan et
-    al. 2023, appendix A.1, with the weight w of Sun et al. 2024."""
+    """log2 of the weights with which ids `off` of edited logits x are drawn.
+    In mode RESIDUAL log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2(w p), of
+    normalised p and q: Leviathan et al. 2023, appendix A.1, with the factor w of Sun et al. 2024.
+    In other modes log2 p plus a constant."""
     weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
     if source.mode == WITHOUT_TOKEN:
         weight = tl.where(off == source.token, float("-inf"), weight)

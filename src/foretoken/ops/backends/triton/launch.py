@@ -74,7 +74,7 @@ def check_device(tensor: Tensor, name: str = "logits") -> None:
         if tensor.device.index == torch.cuda.current_device():
             return
         expected = f"cuda:{torch.cuda.current_device()}, the current device"
-        remedy = f"Call it inside `with torch.cuda.device({name}.device):`."
+        remedy = f"Call the op inside `with torch.cuda.device({name}.device):`."
     elif triton.knobs.runtime.interpret:
         return
     else:

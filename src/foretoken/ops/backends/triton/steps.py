@@ -1,7 +1,7 @@
 """Bookkeeping of slots: one or two kernels per function. See `foretoken.ops.steps.Steps`.
 
 Sizes of batches are arguments that Triton does not specialise on, so a kernel is compiled once for
-all sizes. The next power of 2 of K is compiled in.
+all sizes. Only K, or K + 1, rounded up to a power of 2 is compiled in.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def pack_kernel(table: SlotTable, step: StepTokens, drafting: RoundTensors, out:
     for that would cost more.
 
     step, drafting: one of them is None. T, N: sizes of `token_T` and `row_N`.
-    K, stride: for drafting, the number of passes and the distance of rows of `place_3KB`. Passes
-    compute K tokens after `length`; those after the request's last draft go to the spare block.
+    K, stride: for drafting, the number of passes and the distance of rows of `place_3KB`. Each
+    pass has a place in the cache; places after the request's last draft are in the spare block.
     """
     wait_for_writes(OVERLAP)
-    table, out = table, out  # makes values of fields that are 1, see `records.py`
+    table, out = table, out  # a field of value 1 is a constant until then, see `records.py`
     if drafting is not None:
         drafting = drafting
     b, part = tl.program_id(0), tl.program_id(1)
@@ -216,7 +216,7 @@ def write_drafts_kernel(table: SlotTable, slot_B, position_B, num_B, token_BK, K
 @triton.jit(do_not_specialize=["B", "K"])
 def advance_kernel(table: SlotTable, step: StepTokens, verdict: Verdict, packet, B, K,
                    KP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """A program per request: see `Steps.advance`. At its limit, the spare slot does not change."""
+    """A program per request: see `Steps.advance`. The spare slot, at its limit, stays as it is."""
     wait_for_writes(OVERLAP)
     table = table
     b, i = tl.program_id(0), tl.arange(0, KP)

@@ -84,8 +84,8 @@ def rotated_heads(p, angles, live, norm_D, heads: HeadInputs, SHAPE: tl.constexp
 @triton.jit
 def store_key_and_value(row_p, angles, place, live, heads: HeadInputs, cache: Cache, h,
                         SHAPE: tl.constexpr, ROTARY: tl.constexpr):  # fmt: skip
-    """Write key head h, normed and rotated, and value head h of rows of qkv to rows of the cache.
-    row_p: addresses of the rows. place: the index of each row's head h in the cache."""
+    """Write key head h, normed and rotated, and value head h of rows of qkv into the cache.
+    row_p: addresses of the rows of qkv. place: the index of each row's head h in the cache."""
     d, d_v = tl.arange(0, SHAPE.WIDTH), tl.arange(0, SHAPE.WIDTH_V)
     inside, inside_v = live[:, None] & (d < SHAPE.D), live[:, None] & (d_v < SHAPE.D_V)
     key_p = row_p + (SHAPE.H + h) * SHAPE.D

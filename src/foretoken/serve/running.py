@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from asyncio import TimerHandle
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -35,7 +36,7 @@ CUT_MESSAGES = {
 """For requests that are refused after they were accepted, by the `reason` of `cut`."""
 
 
-class OpenRequest:
+class OpenRequest(ABC):
     """A context manager that registers a request with a lifetime while it is answered.
 
     Raises, when the context is entered:
@@ -56,6 +57,7 @@ class OpenRequest:
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self._lifetime.open_requests.discard(self)
 
+    @abstractmethod
     def cut(self, reason: str, *, refuses: bool = True) -> None:
         """End the request early, with the tokens that were generated.
 
@@ -63,7 +65,6 @@ class OpenRequest:
             reason: `queue`, `timeout` or `shutdown`.
             refuses: whether to cancel the request's task if there is no token yet.
         """
-        raise NotImplementedError
 
 
 class Lifetime:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate, chain
@@ -85,7 +86,7 @@ def _extra_fields(events: Sequence[Event], *, token_ids: bool = False) -> dict[s
     return extra
 
 
-class ChunkWriter:
+class ChunkWriter(ABC):
     """Writes an answer with choices; a subclass makes the choices of its API."""
 
     id_prefix: ClassVar[str]
@@ -103,13 +104,13 @@ class ChunkWriter:
         }
         self._head = b"data: " + dumps(head)[:-1] + b',"choices":['
 
+    @abstractmethod
     def chunks(self, event: Event) -> list[dict[str, Any]]:
         """The choices that a stream sends for one event, each in its own chunk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole_choice(self, events: Sequence[Event]) -> dict[str, Any]:
         """A complete choice, from all of its events."""
-        raise NotImplementedError
 
     def prompt_fields(self, events: Sequence[Event]) -> dict[str, Any]:
         """Fields of the answer, next to `choices`, from the events of one choice."""

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from foretoken.serve.requests import GenerationRequest
 from foretoken.serve.sse import Choices, LazyList, pieces
 
 
-class NamedEvents:
+class NamedEvents(ABC):
     """Builds an answer by events, so that the events of a stream add up to the whole answer."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
@@ -58,14 +59,14 @@ class NamedEvents:
         if event.sample.finish_reason is not None:
             self._last_sample = event.sample
 
-    def _start(self, usage: Usage) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _start(self, usage: Usage) -> None: ...
 
-    def _add_part(self, part: Part) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _add_part(self, part: Part) -> None: ...
 
-    def _finish(self, usage: Usage) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _finish(self, usage: Usage) -> None: ...
 
     def _extras(self, usage: Usage) -> dict[str, Any]:
         """The keys of the answer that the API itself does not have."""

@@ -61,7 +61,7 @@ def test_the_figures_of_a_run_add_up(bench: Bench) -> None:
     for (load, case), measured in bench.measured.items():
         assert (len(measured.repeats), measured.partial) == (3, False)
         if case.plain:  # only counting, no draft pass: a stall may be in some repeats, not in all
-            assert min(run["draft_ms"] / run["step_ms"] for run in measured.repeats) < 1 / 5
+            assert min(run["draft_ms"] / run["step_ms"] for run in measured.repeats) < 1 / 30
         for run in measured.repeats:
             assert min(run.values()) >= 0
             assert sum(run[f"{part}_ms"] for part in ("draft", "target", "verify", "host_gap")) == (
